@@ -1,0 +1,1 @@
+"""What users touch: configuration, ingress, tokenizer, client, CLI."""

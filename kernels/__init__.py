@@ -1,0 +1,1 @@
+"""Attention and small ops: tensors in, tensors out. Imports nothing of ours."""

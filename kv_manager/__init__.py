@@ -1,0 +1,1 @@
+"""Who owns which KV block, and how blocks move: ledger, tags, actor, transfer."""

@@ -1,0 +1,81 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Generation(_message.Message):
+    __slots__ = ("epoch", "counter")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COUNTER_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    counter: int
+    def __init__(self, epoch: _Optional[int] = ..., counter: _Optional[int] = ...) -> None: ...
+
+class Geometry(_message.Message):
+    __slots__ = ("fingerprint", "layers", "kv_heads", "head_dim", "block_size", "dtype", "layout", "tensor_parallel")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    layout: str
+    tensor_parallel: int
+    def __init__(self, fingerprint: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("request_id", "generation", "blocks", "token_ids", "skip_blocks", "geometry", "arrival")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SKIP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    generation: Generation
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    skip_blocks: int
+    geometry: Geometry
+    arrival: float
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., skip_blocks: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., arrival: _Optional[float] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("frame",)
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    frame: int
+    def __init__(self, frame: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("generation", "tokens", "first_block", "block_count", "frames", "bytes", "logits", "queue_seconds", "prefill_seconds")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    generation: Generation
+    tokens: int
+    first_block: int
+    block_count: int
+    frames: int
+    bytes: int
+    logits: bytes
+    queue_seconds: float
+    prefill_seconds: float
+    def __init__(self, generation: _Optional[_Union[Generation, _Mapping]] = ..., tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., frames: _Optional[int] = ..., bytes: _Optional[int] = ..., logits: _Optional[bytes] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...

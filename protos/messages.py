@@ -1,0 +1,212 @@
+"""What crosses a boundary between layers or processes: frozen dataclasses.
+
+Knows nothing about transport, protobuf (`convert.py` translates), models or text. Times are seconds; `arrival` is seconds since the epoch, every other
+time is a duration, so that no two clocks are ever compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, NewType
+
+RequestId = NewType("RequestId", str)
+ReplicaId = NewType("ReplicaId", str)
+BlockId = NewType("BlockId", int)
+
+Role = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+
+class Generation(NamedTuple):
+    """Names a lease for ever, and orders all leases of a cell: a later grant compares greater."""
+
+    epoch: int
+    counter: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch:x}.{self.counter}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. Every field is resolved: the ingress has drawn the seed and named the stop ids."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence included, unless the user ignores it
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asks, in token ids, and the tokens produced so far: a request is resumable from this alone."""
+
+    id: RequestId
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    arrival: float
+    generated: tuple[int, ...] = ()
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        return self.prompt + self.generated
+
+    @property
+    def most_tokens(self) -> int:
+        """Positions the request can ever occupy: the last generated token's K and V are never needed."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What admission needs to know of a request."""
+
+    request: RequestId
+    tokens: int  # its history: prompt and tokens generated so far
+    most_tokens: int  # positions it can ever occupy
+    arrival: float  # kept when a request is placed again
+    exclude: tuple[ReplicaId, ...] = ()  # replicas that failed it
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right of one request to blocks of one replica. `blocks[i]` holds positions i*block_size onwards."""
+
+    replica: ReplicaId
+    generation: Generation
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The KV manager's answer to a request. `prefill` is None when the decode replica prefills itself."""
+
+    request: RequestId
+    decode: Lease
+    prefill: Lease | None = None
+    prefill_address: str = ""
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What two replicas must share to exchange blocks byte for byte."""
+
+    fingerprint: str  # of the model's weights and configuration
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    layout: str = "plain"
+    tensor_parallel: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"model={self.fingerprint} layers={self.layers} kv_heads={self.kv_heads} head_dim={self.head_dim} "
+            f"block_size={self.block_size} dtype={self.dtype} layout={self.layout} tp={self.tensor_parallel}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """How a replica introduces itself. Blocks are numbered 1 .. blocks: block 0 is the null block and never leased."""
+
+    id: ReplicaId
+    role: Role
+    geometry: Geometry
+    blocks: int
+    address: str = ""  # host:port of the Prefill stream; prefill replicas only
+    pid: int = 0
+    max_sequences: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A replica's word on its own blocks, complete: what is not listed is not held.
+
+    `beat` counts the replica's reports; `seen` is the last beat whose answer it has applied.
+    """
+
+    replica: ReplicaId
+    beat: int
+    seen: int
+    leases: dict[Generation, tuple[BlockId, ...]] = field(default_factory=dict)
+    reserve: tuple[BlockId, ...] = ()  # granted for growth and not drawn yet
+    reserve_wanted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The manager's reply to a report."""
+
+    beat: int
+    known: bool = True  # False: register again
+    revoked: tuple[Generation, ...] = ()  # close these leases
+    granted: Lease | None = None  # blocks added to the reserve, under a generation of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Opens a Prefill stream: what to prefill, under which lease of the prefill replica, and for whom."""
+
+    request: RequestId
+    generation: Generation
+    blocks: tuple[BlockId, ...]
+    tokens: tuple[int, ...]
+    geometry: Geometry
+    arrival: float
+    skip_blocks: int = 0  # leading blocks the decode side already has
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Ends a Prefill stream: the manifest of what was sent, and the last position's logits."""
+
+    generation: Generation
+    tokens: int
+    first_block: int  # block positions first_block .. first_block + block_count - 1 were sent
+    block_count: int
+    frames: int
+    bytes: int
+    logits: bytes  # float32, little endian, [vocabulary]
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The parts of the time to the first token that the replicas measure, in seconds."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    first_decode: float = 0.0
+    elapsed: float = 0.0  # in the decode replica, from the call to the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one hand-over carried."""
+
+    blocks: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens since the last message of a decode stream, and in the last one how it ended.
+
+    `resumable` names the error (class name, message, replica to avoid) after which the ingress places the request again.
+    """
+
+    tokens: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    resumable: tuple[str, str, str | None] | None = None
+    timings: Timings | None = None  # with the first token
+    moved: Moved | None = None  # with the first token

@@ -1,0 +1,1 @@
+"""One replica: model, KV cache, scheduler, engine, and the two Serve deployments."""

@@ -59,13 +59,13 @@ class Ack(_message.Message):
     def __init__(self, frame: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("generation", "tokens", "first_block", "block_count", "frames", "bytes", "logits", "queue_seconds", "prefill_seconds")
+    __slots__ = ("generation", "tokens", "first_block", "block_count", "frames", "payload_bytes", "logits", "queue_seconds", "prefill_seconds")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -74,8 +74,8 @@ class Commit(_message.Message):
     first_block: int
     block_count: int
     frames: int
-    bytes: int
+    payload_bytes: int
     logits: bytes
     queue_seconds: float
     prefill_seconds: float
-    def __init__(self, generation: _Optional[_Union[Generation, _Mapping]] = ..., tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., frames: _Optional[int] = ..., bytes: _Optional[int] = ..., logits: _Optional[bytes] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, generation: _Optional[_Union[Generation, _Mapping]] = ..., tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., frames: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., logits: _Optional[bytes] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...

@@ -1,7 +1,7 @@
 """What crosses a boundary between layers or processes: frozen dataclasses.
 
-Knows nothing about transport, protobuf (`convert.py` translates), models or text. Times are seconds; `arrival` is seconds since the epoch, every other
-time is a duration, so that no two clocks are ever compared.
+Knows nothing about transport, protobuf (`convert.py` translates), models or text. Times are seconds; `arrival` is
+seconds since the epoch, every other time is a duration, so that no two clocks are ever compared.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Commit:
     first_block: int  # block positions first_block .. first_block + block_count - 1 were sent
     block_count: int
     frames: int
-    bytes: int
+    payload_bytes: int  # in all frames
     logits: bytes  # float32, little endian, [vocabulary]
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -202,7 +202,7 @@ class Moved:
 class Delta:
     """Tokens since the last message of a decode stream, and in the last one how it ended.
 
-    `resumable` names the error (class name, message, replica to avoid) after which the ingress places the request again.
+    `resumable` names the error (class name, message, replica to avoid) after which the request is placed again.
     """
 
     tokens: tuple[int, ...] = ()

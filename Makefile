@@ -1,0 +1,63 @@
+# Everything is set up from a fresh checkout by these targets; they need Python 3.11-3.13 with venv, make and g++.
+#   make demo   a real model on split pools, asked over HTTP and gRPC
+#   make test   all CPU tests        make unit   those without a cluster
+#   make check  format, lint, types, imports, unit tests
+# PIP_ARGS is handed to pip, for example to choose PyTorch's CPU build on a machine without a GPU.
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+FOLDERS := cluster replicas kv_manager kernels protos
+
+.PHONY: demo test unit check fuzz format protos dev clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.installed
+	@$(BIN)/bifolio models pull smollm2-135m
+	@$(BIN)/bifolio demo
+
+test: dev
+	$(BIN)/pytest
+
+unit: dev
+	$(BIN)/pytest tests/unit
+
+check: dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/unit
+
+fuzz: dev
+	BIFOLIO_FUZZ_STEPS=20000 $(BIN)/pytest -q tests/unit/kv_manager/test_ledger_machine.py
+
+format: dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# protoc writes through the links in .dev, so that the generated code says `from bifolio.protos import ...`
+protos: dev
+	$(BIN)/python -m grpc_tools.protoc -Ibifolio/protos=protos --python_out=.dev --pyi_out=.dev \
+	  --grpc_python_out=.dev bifolio/protos/inference.proto bifolio/protos/kv.proto
+	rm -f protos/kv_pb2_grpc.py
+
+dev: .venv/.installed-dev .dev/.linked
+
+.venv/.installed: pyproject.toml
+	@echo "installing Bifolio into .venv (the first time takes some minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on $(PIP_ARGS) -e .
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on $(PIP_ARGS) -e ".[dev]"
+	@touch $@
+
+# Type checkers and import-linter read the folders under their import names through these links
+.dev/.linked: Makefile
+	@mkdir -p .dev/bifolio
+	@for folder in $(FOLDERS); do ln -sfn ../../$$folder .dev/bifolio/$$folder; done
+	@touch $@
+
+clean:
+	rm -rf .venv .dev build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

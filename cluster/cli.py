@@ -1,0 +1,246 @@
+"""The command `bifolio`: reads arguments, calls what does the work, prints. One clear line for every mistake.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Imports what a command needs only when it runs:
+ray and torch take seconds, and `bifolio config show` needs neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bifolio.protos.errors import BifolioError, Unavailable
+
+# flag of `serve` -> path in the configuration
+_FLAGS = {
+    "model": "model.source",
+    "served_model_name": "model.served_name",
+    "dtype": "model.dtype",
+    "prefill": "pools.prefill.replicas",
+    "decode": "pools.decode.replicas",
+    "http_port": "http.port",
+    "grpc_port": "grpc.port",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BifolioError as error:
+        print(f"bifolio: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("bifolio", description="Language-model serving on split pools.")
+    parser.add_argument("--version", action="version", version=f"bifolio {importlib.metadata.version('bifolio')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="run a cluster on this machine")
+    serve.set_defaults(run=_serve)
+    serve.add_argument("config", nargs="?", metavar="cluster.yaml", help="default: the defaults")
+    serve.add_argument("--model", help="a known model, a .gguf file or a model directory")
+    serve.add_argument("--served-model-name", metavar="NAME", help="the name users ask for")
+    serve.add_argument("--prefill", type=int, metavar="P", help="prefill replicas; 0: decode replicas prefill")
+    serve.add_argument("--decode", type=int, metavar="D", help="decode replicas")
+    serve.add_argument("--dtype", help="bfloat16 or float32")
+    serve.add_argument("--http-port", type=int, metavar="PORT")
+    serve.add_argument("--grpc-port", type=int, metavar="PORT")
+
+    generate = commands.add_parser("generate", help="ask a running cluster, over gRPC")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("prompt", help="the text to continue; - reads standard input")
+    generate.add_argument("--address", default="127.0.0.1:9000", help="gRPC address (default: %(default)s)")
+    generate.add_argument("--model", default="")
+    generate.add_argument("--max-tokens", type=int, metavar="N")
+    generate.add_argument("--temperature", type=float, metavar="T")
+    generate.add_argument("--top-p", type=float, metavar="P")
+    generate.add_argument("--top-k", type=int, metavar="K")
+    generate.add_argument("--seed", type=int, metavar="S")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given 4 times")
+    generate.add_argument("--ignore-eos", action="store_true", help="go on after the end of the answer")
+    generate.add_argument("--quiet", action="store_true", help="no line about the usage")
+
+    status = commands.add_parser("status", help="replicas and blocks of a running cluster")
+    status.set_defaults(run=_status)
+    status.add_argument("--address", default="127.0.0.1:8000", help="HTTP address (default: %(default)s)")
+    status.add_argument("--json", action="store_true", help="as JSON")
+
+    demo = commands.add_parser("demo", help="start a cluster, ask it over HTTP and gRPC, show what moved, stop it")
+    demo.set_defaults(run=_demo)
+
+    models = commands.add_parser("models", help="the models known by name").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    models.add_parser("list", help="names, sizes and licences").set_defaults(run=_models_list)
+    pull = models.add_parser("pull", help="bring a model into the cache")
+    pull.set_defaults(run=_models_pull)
+    pull.add_argument("name")
+
+    config = commands.add_parser("config", help="the cluster's configuration").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    check = config.add_parser("check", help="read a file and say what is wrong with it")
+    check.set_defaults(run=_config_check)
+    check.add_argument("file", metavar="cluster.yaml")
+    show = config.add_parser("show", help="everything that is set, as YAML with explanations")
+    show.set_defaults(run=_config_show)
+    show.add_argument("file", nargs="?", metavar="cluster.yaml")
+    config.add_parser("schema", help="JSON Schema of the file").set_defaults(run=_config_schema)
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from .config import load, resolved
+
+    given = {path: value for flag, path in _FLAGS.items() if (value := getattr(args, flag)) is not None}
+    config = resolved(load(args.config, given))
+    from .app import serve
+
+    return serve(config)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .demo import run
+
+    return run()
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from .client import Client
+
+    fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
+    with Client(args.address) as client:
+        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+        for response in client.generate(prompt, **{name: getattr(args, name) for name in fields}):
+            print(response.text, end="", flush=True)
+    print()
+    if not args.quiet:
+        print(_usage_line(response), file=sys.stderr)
+    return 0
+
+
+def _usage_line(last: Any) -> str:
+    usage, timings, route = last.usage, last.usage.timings, last.usage.route
+    parts = ("queue", "prefill", "transfer", "first_decode", "overhead")
+    return (
+        f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {last.finish_reason}, seed {usage.seed}; "
+        f"TTFT {timings.ttft * 1e3:.0f} ms = "
+        + " + ".join(f"{part} {getattr(timings, part) * 1e3:.0f}" for part in parts)
+        + f"; total {timings.total:.2f} s; prefilled on {route.prefill_replica or route.decode_replica}, "
+        f"decoded on {route.decode_replica}, {route.blocks} blocks ({route.bytes / 1e6:.1f} MB) moved"
+        + (f", placed again {route.resumes} times" if route.resumes else "")
+    )
+
+
+def _status(args: argparse.Namespace) -> int:
+    status = _get_json(f"http://{args.address}/status")
+    if args.json:
+        print(json.dumps(status, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{status['model']}: {status['waiting']} waiting", title_justify="left")
+    names = ("id", "role", "state", "pid", "address", "free", "cached", "leased", "total", "leases")
+    for name in names:
+        count = name in ("pid", "free", "cached", "leased", "total", "leases")
+        table.add_column(name, justify="right" if count else "left")
+    for replica in status["replicas"]:
+        table.add_row(*(str(replica[name]) for name in names))
+    Console().print(table)
+    return 0
+
+
+def _get_json(url: str) -> Any:
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            return json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Unavailable(f"{url} answers {error.code}: {error.read(500).decode(errors='replace')}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unavailable(f"{url} does not answer ({reason}); is `bifolio serve` running there?") from error
+
+
+def _models_list(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .models import list_models
+
+    table = Table("name", "state", "size", "licence")
+    table.add_column("file", overflow="fold")
+    for model in list_models():
+        state = "here" if model.pulled else "not pulled"
+        table.add_row(model.name, state, f"{model.bytes / 1e6:.0f} MB", model.licence, str(model.path))
+    Console().print(table)
+    return 0
+
+
+def _models_pull(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from .models import Stage, pull
+
+    columns = (TextColumn("{task.description:9}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bars = Progress(*columns, console=Console(stderr=True))
+    tasks: dict[Stage, Any] = {}
+
+    def draw(stage: Stage, done: int, total: int) -> None:
+        if stage not in tasks:
+            bars.start()
+            tasks[stage] = bars.add_task(stage, total=total)
+        bars.update(tasks[stage], completed=done)
+
+    try:
+        path = pull(args.name, draw)
+    finally:
+        if tasks:
+            bars.stop()
+    print(f"{args.name}: {'pulled' if tasks else 'already there'}, verified by sha256: {path}")
+    return 0
+
+
+def _config_check(args: argparse.Namespace) -> int:
+    from .config import load
+
+    load(args.file)
+    print(f"{args.file} is right")
+    return 0
+
+
+def _config_show(args: argparse.Namespace) -> int:
+    from .config import load, resolved, show
+
+    print(show(resolved(load(args.file))), end="")
+    return 0
+
+
+def _config_schema(args: argparse.Namespace) -> int:
+    from .config import schema
+
+    print(json.dumps(schema(), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

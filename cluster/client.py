@@ -1,0 +1,117 @@
+"""A client of the gRPC door, for programs and for `bifolio generate`. Raises the cluster's own errors."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import grpc
+
+from bifolio.protos import inference_pb2 as pb
+from bifolio.protos.errors import (
+    BifolioError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PeerRefused,
+    Revoked,
+    Unavailable,
+)
+from bifolio.protos.inference_pb2_grpc import InferenceStub
+from bifolio.protos.messages import RequestId
+
+from .convert import query_to_pb
+from .query import Query
+
+# Serve's gRPC port serves several applications, and is told which by this
+_METADATA = (("application", "bifolio"),)
+
+_ERRORS: dict[str, type[BifolioError]] = {
+    "NOT_FOUND": ModelNotFound,
+    "INVALID_ARGUMENT": InvalidRequest,
+    "PERMISSION_DENIED": PeerRefused,
+    "RESOURCE_EXHAUSTED": Overloaded,
+    "UNAVAILABLE": Unavailable,
+    "ABORTED": Unavailable,
+    "DEADLINE_EXCEEDED": Unavailable,
+    "CANCELLED": Revoked,
+}
+
+
+class Client:
+    """
+    with Client("127.0.0.1:9000") as client:
+        for response in client.generate("Once upon a time", max_tokens=64):
+            print(response.text, end="", flush=True)
+    """
+
+    def __init__(self, address: str = "127.0.0.1:9000") -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address)
+        self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def models(self) -> list[pb.Model]:
+        try:
+            response = self._stub.ListModels(pb.ListModelsRequest(), metadata=_METADATA)
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+        return list(response.models)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str = "",
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        timeout: float | None = None,
+    ) -> Generator[pb.GenerateResponse, None, None]:
+        """The answer as it is produced; the last message carries `finish_reason` and `usage`.
+
+        Closing the iterator, or leaving a loop over it, cancels the request.
+        """
+        query = Query(
+            id=RequestId(""),
+            prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+        )
+        try:
+            request = query_to_pb(query)
+        except (ValueError, TypeError) as error:  # a number beyond its field, text that is not Unicode
+            raise InvalidRequest(f"the request cannot be sent: {error}") from error
+        call = self._stub.Generate(request, metadata=_METADATA, timeout=timeout)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+        finally:
+            call.cancel()
+
+    def _translate(self, error: Any) -> BifolioError:
+        name, message = error.code().name, error.details() or "no reason given"
+        if name == "UNAVAILABLE" and "failed to connect" in message.lower():
+            return Unavailable(f"nothing answers at {self.address}; is `bifolio serve` running there?")
+        return _ERRORS.get(name, BifolioError)(message)

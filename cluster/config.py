@@ -1,0 +1,141 @@
+"""One YAML file for the whole cluster, read into one frozen object.
+
+Each layer owns the class of its part; this file composes them. Starts nothing, and looks for no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from bifolio.kv_manager.config import KvConfig
+from bifolio.protos.errors import ConfigError
+from bifolio.replicas.config import DecodePoolConfig, EngineConfig, ModelConfig, PrefillPoolConfig
+
+from .mistakes import allowed, explain
+from .models import default_name
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class PoolsConfig(_Frozen):
+    """The two replica pools."""
+
+    prefill: PrefillPoolConfig = Field(default=PrefillPoolConfig(), description="The replicas that compute prompts.")
+    decode: DecodePoolConfig = Field(default=DecodePoolConfig(), description="The replicas that generate tokens.")
+
+
+class HttpConfig(_Frozen):
+    """The OpenAI-compatible door."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address the HTTP port is asked for on.")
+    port: int = Field(
+        default=8000, ge=1, le=65535, description="Port of /v1/completions, /v1/models, /health, /status."
+    )
+
+
+class GrpcConfig(_Frozen):
+    """The gRPC door."""
+
+    port: int = Field(default=9000, ge=1, le=65535, description="Port of bifolio.v1.Inference, with reflection.")
+
+
+class ClusterConfig(_Frozen):
+    """Everything a cluster is started from."""
+
+    model: ModelConfig = Field(default=ModelConfig(), description="The model that is served.")
+    engine: EngineConfig = Field(default=EngineConfig(), description="The engine of every replica.")
+    pools: PoolsConfig = Field(default=PoolsConfig(), description="How many replicas do what.")
+    kv: KvConfig = Field(default=KvConfig(), description="The KV manager: leases, heartbeats, waiting.")
+    http: HttpConfig = Field(default=HttpConfig(), description="The OpenAI-compatible door.")
+    grpc: GrpcConfig = Field(default=GrpcConfig(), description="The gRPC door.")
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> ClusterConfig:
+        if self.http.port == self.grpc.port:
+            raise ValueError(f"http.port and grpc.port are both {self.http.port}; they must differ")
+        return self
+
+
+def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
+    """The configuration in a YAML file, or the defaults; `overrides` are values by dotted path and win."""
+    source = "the defaults" if path is None else str(path)
+    tree = {} if path is None else _read(Path(path))
+    for dotted, value in (overrides or {}).items():
+        *parents, name = dotted.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+            if not isinstance(branch, dict):
+                raise ConfigError(f"{source}: {parent} is {branch!r}; a mapping is needed to set {dotted}")
+        branch[name] = value
+    try:
+        return ClusterConfig.model_validate(tree)
+    except ValidationError as error:
+        mistakes = [explain(ClusterConfig, details) for details in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(mistakes)) from error
+
+
+def resolved(config: ClusterConfig) -> ClusterConfig:
+    """A new configuration in which everything left open is decided."""
+    if config.model.served_name is not None:
+        return config
+    model = config.model.model_copy(update={"served_name": default_name(config.model.source)})
+    return config.model_copy(update={"model": model})
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of the YAML file, for editors and for `bifolio config schema`."""
+    return ClusterConfig.model_json_schema()
+
+
+def show(config: ClusterConfig) -> str:
+    """The whole configuration as YAML that `load` reads back, each field under its description."""
+    return "\n".join(_lines(config)) + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; a mapping such as `model: …` is needed")
+    return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's own loader lets the last of two equal keys win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str) or key in seen:
+                problem = "is here twice" if key in seen else "is not a name"
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} {problem}", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _lines(config: BaseModel, indent: str = "") -> Iterator[str]:
+    cls = type(config)
+    for name, field in cls.model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            yield f"{indent}# {field.description}"
+            yield f"{indent}{name}:"
+            yield from _lines(value, indent + "  ")
+        else:
+            yield f"{indent}# {field.description} [{allowed(cls, [name])}]"
+            yield f"{indent}{yaml.safe_dump({name: value}, allow_unicode=True, width=10_000).strip()}"

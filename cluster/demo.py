@@ -1,0 +1,113 @@
+"""`bifolio demo`: a real cluster, one question over HTTP and one over gRPC, both streamed, then what they cost.
+
+Knows the cluster only from outside, as any client does.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bifolio.protos.errors import Unavailable
+
+from .client import Client
+from .convert import usage_to_json
+from .spawn import SpawnedCluster, spawned
+
+MODEL = "smollm2-135m"
+
+PASSAGE = (
+    "Serving a language model has two stages. Prefill reads the whole prompt at once and is limited by arithmetic; "
+    "decode writes one token at a time and is limited by memory. When both run on one device, a long prompt makes "
+    "every other user's tokens wait. Splitting the stages onto two pools keeps the tokens steady: the prompt's keys "
+    "and values are computed in one pool, moved block by block while the next part is still being computed, and the "
+    "answer is written in the other. "
+)
+
+
+def ask(question: str) -> str:
+    """The prompt of one user message in the format SmolLM2 was trained on."""
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def run() -> int:
+    console = Console(highlight=False)
+    began = time.monotonic()
+    with spawned(["--model", MODEL, "--prefill", "1", "--decode", "1"]) as cluster:
+        console.print(f"healthy {time.monotonic() - began:.1f} s after the start\n")
+        answers = [
+            (
+                "HTTP",
+                _over_http(console, cluster, ask("What is the capital of France? Answer in one sentence.")),
+            ),
+            ("gRPC", _over_grpc(console, cluster, ask(PASSAGE * 4 + "Why are the two stages split?"))),
+        ]
+        console.print(_table(answers))
+    return 0
+
+
+def _over_http(console: Console, cluster: SpawnedCluster, prompt: str) -> dict[str, Any]:
+    console.print("[bold]over HTTP[/] What is the capital of France?")
+    connection = cluster.connect()
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True}}  # fmt: skip
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise Unavailable(f"HTTP {response.status}: {response.read().decode()}")
+    usage: dict[str, Any] = {}
+    for line in response:
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            for choice in event["choices"]:
+                console.print(choice["text"], end="", markup=False, soft_wrap=True)
+            usage = event.get("usage") or usage
+    console.print("\n")
+    return usage
+
+
+def _over_grpc(console: Console, cluster: SpawnedCluster, prompt: str) -> dict[str, Any]:
+    console.print("[bold]over gRPC[/] (a passage of some 350 tokens, then) Why are the two stages split?")
+    usage: dict[str, Any] = {}
+    with Client(cluster.grpc_address) as client:
+        for message in client.generate(prompt, max_tokens=60, temperature=0.0):
+            console.print(message.text, end="", markup=False, soft_wrap=True)
+            if message.HasField("usage"):
+                usage = usage_to_json(message.usage)
+    console.print("\n")
+    return usage
+
+
+def _table(answers: list[tuple[str, dict[str, Any]]]) -> Table:
+    table = Table(title="Prefilled on one replica, decoded on another")
+    table.add_column("")
+    for name, _ in answers:
+        table.add_column(name, justify="right")
+
+    def row(label: str, value: Any) -> None:
+        table.add_row(label, *(value(usage) for _, usage in answers))
+
+    def seconds(part: str) -> Any:
+        return lambda usage: f"{1e3 * usage['timings'][part]:.1f} ms"
+
+    row("prefill replica", lambda u: u["route"]["prefill_replica"])
+    row("decode replica", lambda u: u["route"]["decode_replica"])
+    row("prompt tokens", lambda u: str(u["prompt_tokens"]))
+    row("KV blocks moved", lambda u: str(u["route"]["blocks"]))
+    row("bytes moved", lambda u: f"{u['route']['bytes']:,}")
+    row("time to first token", seconds("ttft"))
+    for part in ("queue", "prefill", "transfer", "first_decode", "overhead"):
+        row(f"  {part.replace('_', ' ')}", seconds(part))
+    row("tokens", lambda u: str(u["completion_tokens"]))
+    row("tokens/s after the first", _rate)
+    return table
+
+
+def _rate(usage: dict[str, Any]) -> str:
+    timings, tokens = usage["timings"], usage["completion_tokens"]
+    spent = timings["total"] - timings["ttft"]
+    return f"{(tokens - 1) / spent:.1f}" if tokens > 1 and spent > 0 else "-"

@@ -1,0 +1,147 @@
+"""A private Ray cluster on this machine: its ports, directories, environment, and the end of every process it started.
+
+Knows nothing about models or requests. Two clusters on one machine never meet: each has its own temporary directory and
+free ports, and marks its processes with an environment variable that they all inherit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bifolio.protos.errors import ConfigError
+
+MARK = "BIFOLIO_CLUSTER"
+SHUTDOWN_S = 20.0  # after this the processes are killed
+PORTS_PER_RANGE = 16  # replicas of the ingress, old and new, during a roll-over
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def free_range(count: int) -> int:
+    """The first of `count` neighbouring free ports, below those that the system hands out by itself."""
+    for first in range(20_000 + os.getpid() % 800 * 15, 32_700 - count, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise ConfigError(f"no {count} neighbouring free ports below 32700: stop what listens there")
+
+
+def require_free(host: str, port: int, field: str) -> None:
+    """Raise ConfigError when somebody listens there already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{field}: cannot listen on {host}:{port} ({error.strerror}): choose another port"
+            ) from error
+
+
+def environment(directory: Path, mark: str) -> dict[str, str]:
+    """Variables that Ray and Serve read when they are imported; children inherit them."""
+    fallback_http, fallback_grpc, stats, metrics = free_ports(4)
+    http = free_range(PORTS_PER_RANGE)
+    grpc = free_range(PORTS_PER_RANGE * 2) + PORTS_PER_RANGE
+    proxy = directory / "ha"
+    return {
+        MARK: mark,
+        "RAY_AUTH_MODE": "disabled",  # loopback only, and no token is written to the user's home
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",  # with the next: 5 times less CPU per token, and no lost gRPC cancels
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # above the longest stream: a reload cuts what is older
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http + PORTS_PER_RANGE - 1),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(grpc),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(grpc + PORTS_PER_RANGE - 1),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(proxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(proxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(proxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(proxy / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(proxy / "metrics.sock"),
+    }
+
+
+@contextlib.contextmanager
+def local_ray(report: Callable[[str], None]) -> Iterator[None]:
+    """A Ray cluster for the time of the context; afterwards no process and no file of it is left.
+
+    Must be entered before anything imports ray: its constants are read from the environment at import.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="bifolio-"))  # short: Ray puts unix sockets below it
+    mark = uuid.uuid4().hex
+    os.environ.update(environment(directory, mark))
+    try:
+        import ray
+
+        ray.init(
+            num_cpus=os.cpu_count(),
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=100_000_000,  # neither KV bytes nor tokens travel through it
+            _temp_dir=str(directory),
+        )
+        yield
+    finally:
+        report("stopping")
+        _stop(mark)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _stop(mark: str) -> None:
+    import ray
+    from ray import serve
+
+    def orderly() -> None:
+        with contextlib.suppress(Exception):
+            serve.shutdown()
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+
+    worker = threading.Thread(target=orderly, daemon=True)
+    worker.start()
+    worker.join(SHUTDOWN_S)
+    deadline = time.monotonic() + 2.0
+    while marked(mark) and time.monotonic() < deadline and not worker.is_alive():
+        time.sleep(0.05)
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def marked(mark: str) -> list[int]:
+    """Processes, this one excepted, that inherited the mark."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(entry.name) != os.getpid() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found

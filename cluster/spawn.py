@@ -1,0 +1,89 @@
+"""A cluster as a child process: `bifolio serve` on free ports, for the demo, the tests and the benchmarks.
+
+Knows the cluster only from outside, as any client does.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+from bifolio.protos.errors import Unavailable
+
+from .local import free_ports
+
+START_S = 180.0
+STOP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnedCluster:
+    """Where a running cluster listens."""
+
+    http_port: int
+    grpc_port: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def connect(self, timeout: float = 120.0) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=timeout)
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status and JSON body of a GET."""
+        connection = self.connect(10.0)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read() or b"null")
+        finally:
+            connection.close()
+
+
+@contextmanager
+def spawned(arguments: Sequence[str], output: IO[bytes] | None = None) -> Iterator[SpawnedCluster]:
+    """Run `bifolio serve` with these arguments until the context ends.
+
+    What the cluster prints goes to `output`, or to our own standard output. Raises Unavailable if it does not become
+    healthy.
+    """
+    http_port, grpc_port = free_ports(2)
+    ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    # -P: the current directory may hold folders named like our dependencies
+    command = [sys.executable, "-P", "-m", "bifolio.cluster.cli", "serve", *arguments, *ports]
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None)
+    cluster = SpawnedCluster(http_port, grpc_port, process)
+    try:
+        _wait_until_healthy(cluster)
+        yield cluster
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_healthy(cluster: SpawnedCluster) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if (status := cluster.process.poll()) is not None:
+            raise Unavailable(f"the cluster ended with status {status} before it was ready; its output says why")
+        try:
+            if cluster.get("/health")[0] == 200:
+                return
+        except (OSError, http.client.HTTPException, ValueError):
+            pass
+        time.sleep(0.2)
+    raise Unavailable(f"the cluster was not healthy within {START_S:.0f} s; its output says more")

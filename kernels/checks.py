@@ -1,0 +1,57 @@
+"""Layout, shape and dtype checks of the public functions: the wrapper checks, the kernel trusts.
+
+Every failure is a ValueError that names the argument, what was given and what is allowed. Only metadata is
+looked at, never the values of a tensor: a check must not make a GPU wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+HEAD_DIMS = range(32, 257)
+BLOCK_SIZES = range(8, 257)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = (torch.float8_e4m3fn,)  # a KV cache may be stored in these; queries never are
+
+
+def shape(name: str, x: Tensor, want: Sequence[int | None], axes: str) -> None:
+    """`want` has one entry per axis, None where any size will do. `axes` names them, for the message."""
+    if x.dim() != len(want) or any(w is not None and w != got for got, w in zip(x.shape, want, strict=True)):
+        allowed = ", ".join("any" if w is None else str(w) for w in want)
+        raise ValueError(f"{name}: shape {list(x.shape)}; allowed is [{axes}] = [{allowed}]")
+
+
+def dtype(name: str, x: Tensor, allowed: Sequence[torch.dtype]) -> None:
+    if x.dtype not in allowed:
+        raise ValueError(f"{name}: dtype {x.dtype}; allowed: {', '.join(map(str, allowed))}")
+
+
+def rows_contiguous(name: str, x: Tensor) -> None:
+    """The last axis must be contiguous; other strides are free, as in a slice of a fused projection."""
+    if x.stride(-1) != 1:
+        raise ValueError(f"{name}: stride {x.stride()}; the last axis must have stride 1")
+
+
+def heads(query_heads: int, kv_heads: int) -> None:
+    if kv_heads == 0 or query_heads % kv_heads:
+        raise ValueError(f"q: {query_heads} heads; allowed is a multiple of the {kv_heads} KV heads")
+
+
+def kv_layer(kv: Tensor, head_dim: int) -> None:
+    """One layer of a cache, with any stride between blocks and between heads."""
+    shape("kv", kv, (None, 2, None, None, head_dim), "num_blocks, 2, kv_heads, block_size, head_dim")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"kv: head_dim {head_dim}; allowed: {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}")
+    if kv.shape[3] not in BLOCK_SIZES:
+        raise ValueError(f"kv: block_size {kv.shape[3]}; allowed: {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}")
+    if kv.stride()[3:] != (head_dim, 1):
+        raise ValueError(f"kv: stride {kv.stride()}; the positions of one head in a block must be contiguous")
+
+
+def same_device(first: Tensor, **others: Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None and x.device != first.device:
+            raise ValueError(f"{name}: on {x.device}; allowed is {first.device}, where the first argument is")

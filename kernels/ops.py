@@ -1,0 +1,172 @@
+"""The public functions: what each takes, returns and mutates, its checks, and where a backend is chosen.
+
+Only torch serves them today. Another backend is one more module with the signatures of `torch_*.py`; what
+differs between them is speed and rounding, never a contract.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks, torch_attention, torch_sample, torch_small
+from .plan import AttentionPlan
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_q: Tensor,
+    plan: AttentionPlan,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Attention of B sequences, prompt chunks and single tokens alike, over their blocks of one layer's
+    cache.
+
+    q            [T, HQ, D]  float32, bfloat16 or float16; rows of a sequence are its last positions, in order
+    kv           [num_blocks, 2, HK, P, D]  K is kv[:, 0], V kv[:, 1]; a view; q's dtype, or float8_e4m3fn
+    block_table  int32 [B, max_blocks], seq_lens int32 [B], cu_q int32 [B + 1]: as in `plan`
+    plan         of exactly these three
+    causal       row i of a sequence with n rows and m keys sees keys 0 .. m - n + i; otherwise it sees all m
+    window       a row sees only the last `window` of those keys, itself included; needs causal
+    softcap      scores become softcap * tanh(score / softcap)
+    sinks        [HQ]  a score per head that takes weight in the softmax and adds no value
+    k_scale, v_scale  what a float8 cache's K and V are multiplied by; ignored with any other cache
+    scale        of the scores; None is D ** -0.5
+    out          [T, HQ, D] of q's dtype, filled and returned; None allocates it
+    lse          float32 [T, HQ], filled with the natural logarithm of each row's softmax denominator
+
+    The softmax is float32. A row that sees no key gives 0 and lse -inf (with a sink: the sink). Slots at or
+    past a sequence's length, and before every row's window, have no influence whatever they hold. A
+    sequence's result is the same alone and in any batch. HQ is any multiple of HK, D 32 to 256, P 8 to 256,
+    powers of two or not. Raises ValueError for a wrong shape, dtype, layout or combination.
+    """
+    checks.shape("q", q, (plan.tokens, None, None), "T, HQ, D")
+    checks.dtype("q", q, checks.FLOATS)
+    checks.rows_contiguous("q", q)
+    checks.kv_layer(kv, q.shape[2])
+    checks.dtype("kv", kv, (q.dtype, *checks.FLOAT8))
+    checks.heads(q.shape[1], kv.shape[2])
+    sequences = len(plan.sequences)
+    checks.shape("block_table", block_table, (sequences, None), "B, max_blocks")
+    checks.shape("seq_lens", seq_lens, (sequences,), "B")
+    checks.shape("cu_q", cu_q, (sequences + 1,), "B + 1")
+    checks.same_device(q, kv=kv, block_table=block_table, sinks=sinks, out=out, lse=lse)
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window: {window} with causal={causal}; allowed is at least 1, with causal=True")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: {softcap}; allowed is more than 0, or None")
+    if sinks is not None:
+        checks.shape("sinks", sinks, (q.shape[1],), "HQ")
+    if lse is not None:
+        checks.shape("lse", lse, q.shape[:2], "T, HQ")
+        checks.dtype("lse", lse, (torch.float32,))
+    if out is None:
+        out = q.new_empty(q.shape)
+    else:
+        checks.shape("out", out, q.shape, "T, HQ, D")
+        checks.dtype("out", out, (q.dtype,))
+    # a scale left over from a float8 configuration must not bend another cache
+    scaled = kv.dtype in checks.FLOAT8
+    torch_attention.paged_attention(
+        q,
+        kv,
+        plan,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        k_scale=k_scale if scaled and k_scale is not None else 1.0,
+        v_scale=v_scale if scaled and v_scale is not None else 1.0,
+        scale=q.shape[2] ** -0.5 if scale is None else scale,
+        out=out,
+        lse=lse,
+    )
+    return out
+
+
+def rope_and_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, kv: Tensor
+) -> Tensor:
+    """Rotate q and k to their positions, write k and v into the cache, return the rotated q.
+
+    q [T, HQ, D], k and v [T, HK, D]  slices of one fused projection will do; left as they are
+    cos, sin   float32 [max_positions, D], from `rope_tables`
+    positions  int64 [T], below max_positions
+    slots      int64 [T]  block * P + offset where the token's K and V go; -1 writes nothing; no slot twice
+    kv         [num_blocks, 2, HK, P, D] of k's dtype, a strided view; MUTATED at the slots
+
+    Pairs are (i, i + D/2): x cos + rotate_half(x) sin, in float32, rounded once. Returns [T, HQ, D] of q's
+    dtype. Raises ValueError for a wrong shape, dtype or layout.
+    """
+    tokens, head_dim = q.shape[0], q.shape[-1]
+    checks.kv_layer(kv, head_dim)
+    checks.shape("q", q, (tokens, None, head_dim), "T, HQ, D")
+    checks.shape("k", k, (tokens, kv.shape[2], head_dim), "T, HK, D")
+    checks.shape("v", v, (tokens, kv.shape[2], head_dim), "T, HK, D")
+    for name, x in (("q", q), ("k", k), ("v", v), ("kv", kv)):
+        checks.dtype(name, x, checks.FLOATS if x is q else (q.dtype,))
+    for name, x in (("cos", cos), ("sin", sin)):
+        checks.shape(name, x, (None, head_dim), "max_positions, D")
+        checks.dtype(name, x, (torch.float32,))
+    for name, x in (("positions", positions), ("slots", slots)):
+        checks.shape(name, x, (tokens,), "T")
+        checks.dtype(name, x, (torch.int64,))
+    checks.same_device(q, k=k, v=v, cos=cos, sin=sin, positions=positions, slots=slots, kv=kv)
+    return torch_small.rope_and_write(q, k, v, cos, sin, positions, slots, kv)
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed, new residual): the new residual is residual + x, or x itself where residual is None.
+
+    x, residual [T, H]; weight [H]; one float dtype. normed = r / sqrt(mean(r^2) + eps) * weight (Zhang and
+    Sennrich 2019), with the mean in float32. Mutates nothing. Raises ValueError for a wrong shape or dtype.
+    """
+    checks.shape("weight", weight, x.shape[-1:], "H")
+    checks.dtype("x", x, checks.FLOATS)
+    checks.dtype("weight", weight, (x.dtype,))
+    if residual is not None:
+        checks.shape("residual", residual, x.shape, "T, H")
+        checks.dtype("residual", residual, (x.dtype,))
+    return torch_small.rms_norm(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (SwiGLU, Shazeer 2020) of gate_up [T, 2I], gate in the first half: [T, I], same dtype.
+
+    The sigmoid is float32. Mutates nothing. Raises ValueError for an odd last axis.
+    """
+    checks.dtype("gate_up", gate_up, checks.FLOATS)
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up: shape {list(gate_up.shape)}; allowed is an even last axis, gate and up")
+    return torch_small.silu_mul(gate_up)
+
+
+def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniforms: Tensor) -> Tensor:
+    """Choose one token per row: int64 [B].
+
+    logits float32 [B, V]; temperature, top_p float [B]; top_k integer [B]; uniforms float64 [B] in [0, 1)
+
+    temperature 0 takes the largest logit. Otherwise, of softmax(logits / temperature): the top_k most
+    probable tokens (0 keeps all), then of those, by their share, the smallest set that reaches top_p, then
+    the kept token at which the cumulative probability in ascending token id first exceeds the row's uniform.
+    Of equal probabilities the lower id is kept. Probabilities are float64. A row's answer depends on that row
+    alone. Mutates nothing. Raises ValueError for a wrong shape or dtype.
+    """
+    checks.shape("logits", logits, (None, None), "B, V")
+    checks.dtype("logits", logits, (torch.float32,))
+    for name, x in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k), ("uniforms", uniforms)):
+        checks.shape(name, x, logits.shape[:1], "B")
+    checks.dtype("uniforms", uniforms, (torch.float64,))
+    return torch_sample.sample(logits, temperature, top_p, top_k, uniforms)

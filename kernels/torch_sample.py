@@ -1,0 +1,58 @@
+"""Choosing tokens in plain torch: row by row, so that no row can depend on another.
+
+Only the border of the kept set is searched, among values; the draw then runs over token ids in ascending
+order. So the vocabulary is never sorted, and ties have one answer on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniforms: Tensor) -> Tensor:
+    ids = logits.argmax(dim=-1)  # of equal values torch returns the first
+    settings = zip(temperature.tolist(), top_p.tolist(), top_k.tolist(), uniforms.tolist(), strict=True)
+    for row, (t, p, k, u) in enumerate(settings):
+        if t > 0:
+            ids[row] = _draw(logits[row], t, p, k, u)
+    return ids
+
+
+def _draw(row: Tensor, temperature: float, top_p: float, top_k: int, uniform: float) -> int:
+    # the maximum is taken off before the division: a tiny temperature must not overflow
+    weights = ((row.double() - row.max().double()) / temperature).exp_()
+    if 0 < top_k < len(weights):
+        border = weights.topk(top_k).values[-1]
+        weights = _keep(weights, border, top_k)
+    if top_p < 1:
+        weights = _keep(weights, *_nucleus(weights, top_p))
+    cumulative = weights.cumsum(0)
+    total = float(cumulative[-1])
+    # uniform < 1, but its product may round up to the total: stay below it, so that some token exceeds it
+    point = min(uniform * total, math.nextafter(total, 0.0))
+    return int(torch.searchsorted(cumulative, point, right=True))
+
+
+def _nucleus(weights: Tensor, top_p: float) -> tuple[Tensor, int]:
+    """(smallest kept weight, how many are kept) of the smallest set whose share of all reaches top_p."""
+    needed = top_p * weights.sum()
+    count = 64  # usually enough, and finding the largest few costs far less than a sort
+    while True:
+        count = min(count, len(weights))
+        largest = weights.topk(count).values
+        sums = largest.cumsum(0)
+        if sums[-1] >= needed or count == len(weights):
+            kept = min(int(torch.searchsorted(sums, needed)) + 1, count)
+            return largest[kept - 1], kept
+        count *= 16
+
+
+def _keep(weights: Tensor, border: Tensor, count: int) -> Tensor:
+    """The `count` largest weights, `border` the smallest of them; of those equal to it, the lowest ids."""
+    above = weights > border
+    at_border = (weights == border).nonzero().squeeze(1)[: count - int(above.sum())]
+    above[at_border] = True
+    return weights * above

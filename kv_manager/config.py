@@ -1,0 +1,58 @@
+"""What an operator can set about the KV manager. Knows nothing about Ray or the ledger."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class KvConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    offer_ttl_s: float = Field(
+        default=10.0, ge=0.1, le=600, description="An offered lease that nobody opens dies after this long."
+    )
+    heartbeat_s: float = Field(
+        default=1.0,
+        ge=0.05,
+        le=60,
+        description="Replicas report, and the manager looks for what has expired, this often.",
+    )
+    silence_s: float = Field(
+        default=10.0,
+        ge=0.1,
+        le=600,
+        description="A replica that has not reported for this long is removed with its leases.",
+    )
+    growth_s: float = Field(
+        default=5.0,
+        ge=0.1,
+        le=60,
+        description="A decode replica's reserve holds the blocks it drew in this many seconds.",
+    )
+    starve_s: float = Field(
+        default=0.25,
+        ge=0,
+        le=60,
+        description="When a sequence has waited this long for a block, the latest arrival is preempted.",
+    )
+    admission_queue: int = Field(
+        default=256,
+        ge=1,
+        le=100_000,
+        description="At most this many requests wait for blocks; the latest arrival is refused.",
+    )
+    admission_wait_s: float = Field(
+        default=60.0,
+        ge=0.1,
+        le=3600,
+        description="A request that has waited this long for blocks is refused.",
+    )
+
+    @model_validator(mode="after")
+    def _one_lost_heartbeat_is_no_silence(self) -> KvConfig:
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"silence_s is {self.silence_s:g}, but must be at least twice heartbeat_s "
+                f"({self.heartbeat_s:g}): a single lost heartbeat would remove the replica"
+            )
+        return self

@@ -1,0 +1,64 @@
+"""What has arrived of one prefill, and whether it may be committed. Pure: knows nothing about grpc or stores.
+
+A commit that passes proves that every byte of every block the decode side lacked arrived exactly once,
+undamaged, and under the lease that was asked for: a stale, short or mixed-up stream can never start a decode.
+"""
+
+from __future__ import annotations
+
+from bifolio.protos.messages import Commit, Generation, Start
+
+from .wire import Frame, Malformed, block_count
+
+
+class Receipt:
+    """`add` each frame before its bytes are used, then `check` the commit. Both raise Malformed."""
+
+    def __init__(self, start: Start, block_bytes: int) -> None:
+        self._start = start
+        self._block_bytes = block_bytes
+        # Bytes received of each block position. The pieces of a block come in order, so a number says which.
+        # Blocks may take turns: that leaves room for sending layer by layer.
+        self._filled = [0] * block_count(start)
+        self.frames = 0
+        self.bytes = 0
+
+    def add(self, frame: Frame) -> None:
+        self._same_lease(frame.generation)
+        if frame.index != self.frames:
+            raise Malformed(f"frame {frame.index} arrived where frame {self.frames} was due")
+        first, end = self._start.skip_blocks, len(self._filled)
+        if not first <= frame.position < end:
+            raise Malformed(f"frame {frame.index} is of block {frame.position}, asked for {first}..{end - 1}")
+        filled, stop = self._filled[frame.position], frame.offset + len(frame.payload)
+        if frame.offset != filled or stop > self._block_bytes:
+            raise Malformed(
+                f"frame {frame.index} carries bytes {frame.offset}..{stop} of block {frame.position}, "
+                f"due were {filled}..{self._block_bytes}"
+            )
+        self._filled[frame.position] = stop
+        self.frames += 1
+        self.bytes += len(frame.payload)
+
+    def check(self, commit: Commit) -> None:
+        self._same_lease(commit.generation)
+        start, end = self._start, len(self._filled)
+        expected = {
+            "tokens": (commit.tokens, len(start.tokens)),
+            "first_block": (commit.first_block, start.skip_blocks),
+            "block_count": (commit.block_count, end - start.skip_blocks),
+            "frames": (commit.frames, self.frames),
+            "payload_bytes": (commit.payload_bytes, self.bytes),
+        }
+        for name, (said, due) in expected.items():
+            if said != due:
+                raise Malformed(f"the commit says {name} {said}, here it is {due}")
+        for position, filled in enumerate(self._filled[start.skip_blocks :], start.skip_blocks):
+            if filled != self._block_bytes:
+                raise Malformed(f"committed with {filled} of {self._block_bytes} bytes of block {position}")
+        if not commit.logits or len(commit.logits) % 4:
+            raise Malformed(f"the commit's logits are {len(commit.logits)} bytes, not a row of float32")
+
+    def _same_lease(self, generation: Generation) -> None:
+        if generation != self._start.generation:
+            raise Malformed(f"content of lease {generation} in the stream of lease {self._start.generation}")

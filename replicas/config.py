@@ -1,0 +1,77 @@
+"""What a user may set about the model, the engine and the pools. Knows nothing of YAML or of the cluster."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(_Frozen):
+    """The model that is served."""
+
+    source: str = Field(
+        default="smollm2-135m",
+        min_length=1,
+        description="A known model (`bifolio models list`), a .gguf file or a Hugging Face model directory.",
+    )
+    served_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The name users ask for; null takes the known model's, the file's or the directory's.",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16",
+        description="Of weights, activations and KV cache; float32 is slower and reproducible.",
+    )
+
+
+class EngineConfig(_Frozen):
+    """The engine of every replica, prefill and decode alike."""
+
+    block_size: int = Field(default=16, ge=8, le=256, description="Token positions in one KV block.")
+    cache_tokens: int = Field(
+        default=16384,
+        ge=256,
+        le=2**31,
+        description="Token positions the KV cache of one replica holds, in all.",
+    )
+    max_batched_tokens: int = Field(
+        default=256,
+        ge=8,
+        le=65536,
+        description="Tokens computed in one step; longer prompts are cut into chunks.",
+    )
+    max_sequences: int = Field(default=32, ge=1, le=1024, description="Sequences computed in one step.")
+    threads: int = Field(default=1, ge=1, le=256, description="CPU threads of one replica's computing.")
+
+    @model_validator(mode="after")
+    def _steps_have_room(self) -> EngineConfig:
+        if self.max_batched_tokens < max(self.block_size, self.max_sequences):
+            raise ValueError(
+                f"max_batched_tokens is {self.max_batched_tokens}; a step must hold one block "
+                f"(block_size {self.block_size}) and one token of each sequence "
+                f"(max_sequences {self.max_sequences})"
+            )
+        return self
+
+
+class PrefillPoolConfig(_Frozen):
+    """The replicas that compute prompts."""
+
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        le=64,
+        description="0 is single-pool serving: decode replicas prefill for themselves.",
+    )
+
+
+class DecodePoolConfig(_Frozen):
+    """The replicas that generate tokens."""
+
+    replicas: int = Field(default=1, ge=1, le=64, description="At least one: every answer is decoded somewhere.")

@@ -1,0 +1,108 @@
+"""What computes in a replica of either role: the model in an engine, its KV cache, and the tags of its blocks.
+
+Knows nothing about Ray, the KV manager, gRPC or text.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bifolio.kv_manager.config import KvConfig
+from bifolio.kv_manager.tags import BlockTags
+from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role
+
+from .config import EngineConfig
+from .engine import Engine, EngineThread
+from .kv_cache import KvCache
+from .llama import Llama
+from .runner import Runner
+from .scheduler import Scheduler
+from .sequence import Command, Event
+from .weights import fingerprint, load
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """All that a replica is told at its start."""
+
+    model: Path
+    dtype: str
+    engine: EngineConfig
+    kv: KvConfig
+    manager: tuple[str, str]  # name and namespace of the KV manager actor
+
+
+class Core:
+    """Loads the model when it is made; computes from `start` to `stop`."""
+
+    def __init__(self, spec: ReplicaSpec, replica: ReplicaId, role: Role) -> None:
+        torch.set_num_threads(spec.engine.threads)
+        began = time.monotonic()
+        config, weights = load(spec.model, DTYPES[spec.dtype])
+        engine = spec.engine
+        blocks = engine.cache_tokens // engine.block_size
+        self.cache = KvCache(
+            blocks, config.layers, config.kv_heads, engine.block_size, config.head_dim, DTYPES[spec.dtype]
+        )
+        self.geometry = Geometry(
+            f"{fingerprint(spec.model)}/{spec.dtype}",
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            engine.block_size,
+            spec.dtype,
+        )
+        self.vocabulary = config.vocab_size
+        self.tags = BlockTags(replica, blocks, grows=role == "decode", growth_s=spec.kv.growth_s)
+        scheduler = Scheduler(
+            max_batched_tokens=engine.max_batched_tokens,
+            max_sequences=engine.max_sequences,
+            block_size=engine.block_size,
+            draw=self.tags.draw,
+        )
+        self._engine = Engine(Runner(Llama(config, weights), self.cache), scheduler)
+        self._thread: EngineThread | None = None
+        self.replica, self.role, self._blocks, self._spec = replica, role, blocks, spec
+        logger.info("%s %s: model loaded in %.1f s, %d blocks", role, replica, time.monotonic() - began, blocks)
+
+    def start(self, deliver: Callable[[list[Event]], None]) -> None:
+        """Compute from now on. The events of every step go to `deliver`, which is called in the engine's thread."""
+        self._thread = EngineThread(self._engine, deliver)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+
+    def submit(self, command: Command) -> None:
+        """From any thread."""
+        assert self._thread is not None, "the core has not been started"
+        self._thread.submit(command)
+
+    def check(self) -> None:
+        """Raise if the replica cannot do its work."""
+        if self._thread is None or not self._thread.is_alive():
+            raise RuntimeError(f"the engine thread of {self.replica} has ended")
+
+    def info(self, address: str = "") -> ReplicaInfo:
+        """How the replica introduces itself; `address` is that of its Prefill stream, if it has one."""
+        return ReplicaInfo(
+            self.replica,
+            self.role,
+            self.geometry,
+            self._blocks,
+            address,
+            os.getpid(),
+            self._spec.engine.max_sequences,
+        )

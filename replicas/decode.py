@@ -1,0 +1,45 @@
+"""The decode deployment: a placement and a request in token ids in, tokens out.
+
+A thin shell: `streams.py` and the engine do the work. The ingress calls `generate` through a streaming handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from ray import serve
+
+from bifolio.protos.messages import Delta, Generation, Placement, ReplicaId, Request
+
+from .beat import Beat
+from .core import Core, ReplicaSpec
+from .streams import Streams
+
+
+class DecodeReplica:
+    async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
+        replica = ReplicaId(serve.get_replica_context().replica_id.unique_id)
+        self._core = Core(spec, replica, "decode")
+        self._beat = Beat(self._core, spec, self._revoked)
+        self._streams = Streams(self._core, spec.engine.max_sequences, self._beat.close, self._beat.if_low)
+        self._core.start(self._streams.deliver)
+        await self._beat.start(self._core.info())
+
+    async def generate(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
+        async with aclosing(self._streams.generate(placement, request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def check_health(self) -> None:
+        self._core.check()
+
+    async def __del__(self) -> None:
+        """Serve calls this after the last stream."""
+        await self._streams.stop()
+        await self._beat.stop()
+        await asyncio.to_thread(self._core.stop)
+
+    def _revoked(self, generation: Generation) -> None:
+        self._streams.revoke(generation)

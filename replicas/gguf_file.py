@@ -1,0 +1,144 @@
+"""Reading GGUF, the single-file format of llama.cpp: metadata, and tensors dequantised to float32.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is walked here, because the
+`gguf` package's reader makes an object of every string of the vocabulary: 2.7 s where this takes 0.03 s.
+Dequantising is the package's.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from bifolio.protos.errors import ConfigError
+
+# value type -> struct code; 8 is a string, 9 an array
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    kind: int
+    shape: tuple[int, ...]  # row-major: linears are [out, in]
+    offset: int  # in the file
+
+
+class GgufFile(Mapping[str, Any]):
+    """A mapping of the file's metadata, decoded when asked for, with its tensors beside it.
+
+    Raises ConfigError when the file is not GGUF version 2 or 3, or is cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values: dict[str, tuple[int, int]] = {}  # key -> (value type, where the value starts)
+        self._tensors: dict[str, _TensorInfo] = {}
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ConfigError(f"{path} is not a GGUF file; allowed is a .gguf file or a model directory")
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._walk()
+        except (struct.error, UnicodeDecodeError, KeyError) as error:
+            raise ConfigError(f"{path} is cut short or damaged; get the file again") from error
+
+    def __getitem__(self, key: str) -> Any:
+        return self._decode(*self._values[key])[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and row-major shape of every tensor, in the file's order."""
+        return {name: info.shape for name, info in self._tensors.items()}
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor dequantised to float32, in memory of its own. ConfigError for an unknown quantisation."""
+        info = self._tensors[name]
+        kind = GGMLQuantizationType(info.kind)
+        elements, size = GGML_QUANT_SIZES[kind]
+        count = math.prod(info.shape)
+        raw = np.frombuffer(self._data, np.uint8, count * size // elements, info.offset)
+        try:
+            values: npt.NDArray[np.float32] = dequantize(raw.reshape(*info.shape[:-1], -1), kind)
+        except NotImplementedError as error:
+            raise ConfigError(f"{self.path}: {name} is stored as {kind.name}, which cannot be read") from error
+        values = values.reshape(info.shape)
+        return values if values.flags.writeable else values.copy()  # float32 came as a view of the file
+
+    def _walk(self) -> None:
+        version, tensors, keys = struct.unpack_from("<IQQ", self._data, 4)
+        if version not in (2, 3):
+            raise ConfigError(f"{self.path} is GGUF version {version}; allowed are 2 and 3, little endian")
+        at = 24
+        for _ in range(keys):
+            key, at = self._string(at)
+            (kind,) = _U32.unpack_from(self._data, at)
+            self._values[key] = (kind, at + 4)
+            at = self._skip(kind, at + 4)
+        found = []
+        for _ in range(tensors):
+            name, at = self._string(at)
+            (dims,) = _U32.unpack_from(self._data, at)
+            *shape, kind, offset = struct.unpack_from(f"<{dims}QIQ", self._data, at + 4)
+            at += 4 + 8 * dims + 12
+            found.append((name, kind, tuple(reversed(shape)), offset))  # the file counts axes from the innermost
+        alignment = self.get("general.alignment", 32)
+        base = -(-at // alignment) * alignment
+        for name, kind, shape_, offset in found:
+            elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            if base + offset + math.prod(shape_) * size // elements > len(self._data):
+                raise ConfigError(f"{self.path} ends before tensor {name} does; get the file again")
+            self._tensors[name] = _TensorInfo(kind, shape_, base + offset)
+
+    def _string(self, at: int) -> tuple[str, int]:
+        end = at + 8 + _U64.unpack_from(self._data, at)[0]
+        return self._data[at + 8 : end].decode(), end
+
+    def _skip(self, kind: int, at: int) -> int:
+        """Where the value that starts at `at` ends."""
+        if kind == _STRING:
+            return int(at + 8 + _U64.unpack_from(self._data, at)[0])
+        if kind != _ARRAY:
+            return at + struct.calcsize(_SCALARS[kind])
+        inner, count = struct.unpack_from("<IQ", self._data, at)
+        at += 12
+        if inner in _SCALARS:
+            return int(at + count * struct.calcsize(_SCALARS[inner]))
+        for _ in range(count):
+            at = self._skip(inner, at)
+        return at
+
+    def _decode(self, kind: int, at: int) -> tuple[Any, int]:
+        """(the value that starts at `at`, where it ends)."""
+        if kind == _STRING:
+            return self._string(at)
+        if kind != _ARRAY:
+            code = struct.Struct("<" + _SCALARS[kind])
+            return code.unpack_from(self._data, at)[0], at + code.size
+        inner, count = struct.unpack_from("<IQ", self._data, at)
+        at += 12
+        if inner in _SCALARS:
+            code = struct.Struct(f"<{count}{_SCALARS[inner]}")
+            return list(code.unpack_from(self._data, at)), at + code.size
+        values = []
+        for _ in range(count):
+            value, at = self._decode(inner, at)
+            values.append(value)
+        return values, at

@@ -1,0 +1,103 @@
+"""Prefills under way: what the Prefill stream's server asks of an engine.
+
+Each stream has a thread of its own that waits on its job's queue; the engine's thread fills the queues. Knows nothing
+about Ray, sampling or text.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from bifolio.kv_manager.transfer import Prefilled
+from bifolio.protos.errors import GeometryMismatch, InvalidRequest, Revoked, TransferFailed
+from bifolio.protos.messages import Generation, Lease, Start
+
+from . import sequence
+from .core import Core
+from .kv_cache import KvCache
+from .sequence import Abort, Add, Closed, Computed, Event
+
+
+class Job:
+    """One prompt, seen from its stream's thread. Leaving it closes the lease, after the engine has let go."""
+
+    def __init__(self, core: Core, generation: Generation, close: Callable[[Generation], None]) -> None:
+        self._core = core
+        self._generation = generation
+        self._close = close
+        self._gone = False
+        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: cancelled
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._core.submit(Abort(self._generation))
+        while not self._gone:
+            self._gone = isinstance(self.events.get(), Closed)
+        self._close(self._generation)
+
+    def progress(self) -> Iterator[int | Prefilled]:
+        while True:
+            match self.events.get():
+                case Computed(_, tokens):
+                    yield tokens
+                case sequence.Prefilled(_, logits, queue_seconds, prefill_seconds):
+                    yield Prefilled(logits, queue_seconds, prefill_seconds)
+                    return
+                case None:
+                    raise Revoked(f"prefill {self._generation} was cancelled")
+                case Closed(_, reason, message):
+                    self._gone = True
+                    raise TransferFailed(f"prefill {self._generation} {reason}: {message}", self._core.replica)
+
+    def cancel(self) -> None:
+        self.events.put(None)
+
+
+class Jobs:
+    """The PrefillSource of a replica. `close` returns a lease, and is called in the stream's thread."""
+
+    def __init__(self, core: Core, close: Callable[[Generation], None]) -> None:
+        self._core = core
+        self._close = close
+        self._jobs: dict[Generation, Job] = {}
+
+    @property
+    def store(self) -> KvCache:
+        return self._core.cache
+
+    def begin(self, start: Start) -> Job:
+        """Open the lease and queue the prompt.
+
+        Raises GeometryMismatch, InvalidRequest, or StalePlacement when a block belongs to another lease by now.
+        """
+        core = self._core
+        if start.geometry != core.geometry:
+            raise GeometryMismatch(
+                f"decode asks for blocks of [{start.geometry}], prefill replica {core.replica} has "
+                f"[{core.geometry}]: deploy both pools with one model, dtype and block size"
+            )
+        if not 0 < len(start.tokens) <= len(start.blocks) * core.geometry.block_size:
+            raise InvalidRequest(f"{len(start.tokens)} tokens do not fit {len(start.blocks)} blocks", "token_ids")
+        if not all(0 <= token < core.vocabulary for token in start.tokens):
+            raise InvalidRequest(f"token ids must be from 0 to {core.vocabulary - 1}", "token_ids")
+        core.tags.open(Lease(core.replica, start.generation, start.blocks))
+        job = self._jobs[start.generation] = Job(core, start.generation, self._close)
+        core.submit(Add(start.generation, start.tokens, start.blocks, start.arrival, len(start.tokens)))
+        return job
+
+    def deliver(self, events: list[Event]) -> None:
+        """Where the engine's events go."""
+        for event in events:
+            self._jobs[event.generation].events.put(event)
+            if isinstance(event, Closed):  # the last event of every sequence
+                del self._jobs[event.generation]
+
+    def revoke(self, generation: Generation) -> None:
+        if job := self._jobs.get(generation):
+            job.cancel()

@@ -1,0 +1,199 @@
+"""Which tokens the next step computes. Pure: no torch, ray or clock; time is an argument.
+
+Decode tokens first, one for each decoding sequence; what is left of `max_batched_tokens` goes to prompt chunks. A
+quarter of that prompt budget goes to the prompt with the least left, the rest in order of arrival, so that one huge
+prompt stalls nobody. Chunks end on block edges, except at the end of a prompt.
+
+    position:   0 ............ computed ............ len(tokens)
+                K and V in blocks   | chunk | later chunks
+
+A decoding sequence that needs a block draws it from the replica's reserve. When the reserve is empty it skips steps;
+starved for `starve_s` it (or a later arrival) is preempted, so that the earliest always advances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from bifolio.protos.messages import BlockId, Generation
+
+from .sequence import (
+    Add,
+    Closed,
+    CloseReason,
+    Computed,
+    Event,
+    Prefilled,
+    Sampled,
+    Sequence,
+    in_arrival_order,
+)
+
+Draw = Callable[[Generation, int], tuple[BlockId, ...] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`count` tokens of a sequence from position `sequence.computed` on. A decode token is a chunk of one."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        return self.count == self.sequence.left
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one engine step does; `handed` are sequences whose logits came with the hand-over: only sampled."""
+
+    chunks: tuple[Chunk, ...] = ()
+    handed: tuple[Sequence, ...] = ()
+    closed: tuple[Closed, ...] = ()
+
+    @property
+    def work(self) -> bool:
+        return bool(self.chunks or self.handed)
+
+
+class Scheduler:
+    """Owns the sequences of one engine."""
+
+    def __init__(
+        self,
+        *,
+        max_batched_tokens: int,
+        max_sequences: int,
+        block_size: int,
+        draw: Draw,
+        starve_s: float = 0.25,
+    ) -> None:
+        assert max_batched_tokens >= max_sequences + block_size, "decode tokens would leave no room for a prompt chunk"
+        self.max_batched_tokens = max_batched_tokens
+        self.max_sequences = max_sequences
+        self.block_size = block_size
+        self.draw = draw
+        self.starve_s = starve_s
+        self.sequences: dict[Generation, Sequence] = {}
+
+    def add(self, add: Add, now: float) -> None:
+        assert add.generation not in self.sequences
+        assert 0 < len(add.tokens) <= len(add.blocks) * self.block_size
+        self.sequences[add.generation] = Sequence(
+            add.generation,
+            list(add.tokens),
+            list(add.blocks),
+            add.arrival,
+            add.prompt_length,
+            add.sampling,
+            added=now,
+            computed=len(add.tokens) if add.logits is not None else 0,
+            logits=add.logits,
+        )
+
+    def close(self, generation: Generation, reason: CloseReason, message: str = "") -> Closed | None:
+        """Forget a sequence; None if it is not here (any more)."""
+        return Closed(generation, reason, message) if self.sequences.pop(generation, None) else None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to compute: no sequence, or only handed-over ones that wait for their last Ack."""
+        return all(s.left == 0 and s.sampling is None for s in self.sequences.values())
+
+    def schedule(self, now: float) -> Step:
+        ordered = in_arrival_order(list(self.sequences.values()))[: self.max_sequences]
+        handed = tuple(s for s in ordered if s.logits is not None)
+        decoding = [s for s in ordered if s.logits is None and s.first_sampled]
+        fed = [s for s in decoding if self._has_room(s, now)]
+        closed = self._preempt(ordered, now) if len(fed) < len(decoding) else ()
+        gone = {c.generation for c in closed}
+        decode = [Chunk(s, 1) for s in fed if s.generation not in gone]
+        prompts = [s for s in ordered if s.left and not s.first_sampled and s.generation not in gone]
+        chunks = [*decode, *self._prompt_chunks(prompts, self.max_batched_tokens - len(decode))]
+        for chunk in chunks:
+            if chunk.sequence.started is None:
+                chunk.sequence.started = now
+        return Step(tuple(chunks), tuple(s for s in handed if s.generation not in gone), closed)
+
+    def _has_room(self, sequence: Sequence, now: float) -> bool:
+        """Whether the sequence holds a block for its next position, drawing one from the reserve if it must."""
+        if sequence.computed >= len(sequence.blocks) * self.block_size:
+            drawn = self.draw(sequence.generation, 1)
+            if drawn is None:
+                sequence.starved_since = now if sequence.starved_since is None else sequence.starved_since
+                return False
+            sequence.blocks.extend(drawn)
+        sequence.starved_since = None
+        return True
+
+    def _preempt(self, ordered: list[Sequence], now: float) -> tuple[Closed, ...]:
+        """Close the latest arrival once a sequence has starved too long; its blocks go to those who came before."""
+        if not any(s.starved_since is not None and now - s.starved_since >= self.starve_s for s in ordered):
+            return ()
+        victim = ordered[-1]
+        for sequence in ordered:  # what the victim leaves takes a moment to come back: nobody else pays meanwhile
+            sequence.starved_since = None
+        closed = self.close(victim.generation, "preempted", "out of KV blocks; an earlier request keeps them")
+        assert closed is not None
+        return (closed,)
+
+    def _prompt_chunks(self, prompts: list[Sequence], budget: int) -> Iterable[Chunk]:
+        if not prompts:
+            return []
+        counts = dict.fromkeys(prompts, 0)
+        shortest = min(prompts, key=lambda s: s.left)
+        quarter = max(budget // 4, self.block_size)
+        for sequence, limit in [(shortest, quarter), *((s, budget) for s in prompts)]:
+            spare = min(limit, budget - sum(counts.values()))
+            counts[sequence] = self._on_block_edge(sequence, counts[sequence] + spare)
+        return [Chunk(s, n) for s, n in counts.items() if n]
+
+    def _on_block_edge(self, sequence: Sequence, count: int) -> int:
+        if count >= sequence.left:
+            return sequence.left
+        end = (sequence.computed + count) // self.block_size * self.block_size
+        return max(0, end - sequence.computed)
+
+    def record(
+        self, step: Step, sampled: dict[Generation, int], logits: dict[Generation, bytes], now: float
+    ) -> list[Event]:
+        """Enter a computed step into the sequences. `sampled` has a token for each sequence that samples and ends its
+        chunk complete, `logits` a row for each one that is handed over."""
+        events: list[Event] = []
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.computed += chunk.count
+            if sequence.left == 0 and sequence.prefilled is None:
+                sequence.prefilled = now
+            if sequence.sampling is None:
+                events.append(Computed(sequence.generation, sequence.computed))
+                if sequence.left == 0:
+                    events.append(self._prefilled(sequence, logits[sequence.generation]))
+        for sequence in [*(c.sequence for c in step.chunks), *step.handed]:
+            if sequence.generation in sampled:
+                events.extend(self._sampled(sequence, sampled[sequence.generation]))
+        return events
+
+    @staticmethod
+    def _prefilled(sequence: Sequence, logits: bytes) -> Prefilled:
+        queue, prefill = _prefill_times(sequence)
+        return Prefilled(sequence.generation, logits, queue, prefill)
+
+    def _sampled(self, sequence: Sequence, token: int) -> list[Event]:
+        sequence.tokens.append(token)
+        sequence.logits = None
+        queue, prefill = _prefill_times(sequence) if not sequence.first_sampled else (0.0, 0.0)
+        sequence.first_sampled = True
+        finish = sequence.finish_reason()
+        event = Sampled(sequence.generation, token, finish, queue, prefill)
+        closed = self.close(sequence.generation, "finished") if finish else None
+        return [event, closed] if closed else [event]
+
+
+def _prefill_times(sequence: Sequence) -> tuple[float, float]:
+    """Seconds waited for the first chunk, and from there to the last; (0, 0) if the prompt was prefilled elsewhere."""
+    if sequence.started is None or sequence.prefilled is None:
+        return 0.0, 0.0
+    return sequence.started - sequence.added, sequence.prefilled - sequence.started

@@ -1,0 +1,122 @@
+"""A request while an engine computes it, and the messages by which an engine is reached.
+
+Knows nothing about tensors, text, leases or transport. A sequence is named by the generation of its lease on this
+replica: no two sequences of a cell ever share one.
+
+    Add ──▶ prefilling ──(all positions computed)──▶ decoding ──▶ Closed("finished")
+                │  hand over: Prefilled, then            │
+                ▼  waits for Abort                       ▼
+         Closed("aborted" | "failed")        Closed("aborted" | "preempted" | "failed")
+
+After `Closed` the engine touches none of the sequence's blocks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bifolio.protos.messages import BlockId, FinishReason, Generation, Sampling
+
+CloseReason = Literal["finished", "aborted", "preempted", "failed"]
+
+
+# To the engine
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Compute this. Without `sampling` the sequence is handed over: its logits leave and nothing is sampled here."""
+
+    generation: Generation
+    tokens: tuple[int, ...]  # the history; at least one token
+    blocks: tuple[BlockId, ...]  # cover the history
+    arrival: float
+    prompt_length: int
+    sampling: Sampling | None = None
+    logits: bytes | None = None  # fp32 row of the last position, when K and V of the whole history are in the blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    generation: Generation
+
+
+Command = Add | Abort
+
+
+# From the engine
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A chunk is done: K and V of the first `tokens` positions are complete and will not change."""
+
+    generation: Generation
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The last chunk of a handed-over sequence is done; `logits` is the fp32 row of its last position."""
+
+    generation: Generation
+    logits: bytes
+    queue_seconds: float
+    prefill_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    generation: Generation
+    token: int
+    finish: FinishReason | None
+    queue_seconds: float = 0.0  # with the first token of a prompt prefilled here
+    prefill_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    generation: Generation
+    reason: CloseReason
+    message: str = ""
+
+
+Event = Computed | Prefilled | Sampled | Closed
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The engine's own state of one request."""
+
+    generation: Generation
+    tokens: list[int]
+    blocks: list[BlockId]
+    arrival: float
+    prompt_length: int
+    sampling: Sampling | None
+    added: float
+    computed: int = 0  # positions whose K and V are in the blocks
+    logits: bytes | None = None
+    started: float | None = None  # first chunk scheduled
+    prefilled: float | None = None
+    starved_since: float | None = None
+    first_sampled: bool = field(default=False)
+
+    @property
+    def left(self) -> int:
+        """Positions still to compute before the next token can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> int:
+        """Tokens produced since the original prompt, over all placements of the request."""
+        return len(self.tokens) - self.prompt_length
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ends with the token just appended, if it does."""
+        assert self.sampling is not None
+        if self.tokens[-1] in self.sampling.stop_token_ids:
+            return "stop"
+        return "length" if self.generated >= self.sampling.max_tokens else None
+
+
+def in_arrival_order(sequences: SequenceOf[Sequence]) -> list[Sequence]:
+    return sorted(sequences, key=lambda s: (s.arrival, s.generation))

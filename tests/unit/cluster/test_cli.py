@@ -1,0 +1,264 @@
+"""The command as users call it: output, exit status, one line for a mistake; and its gRPC client."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+
+from bifolio.cluster import cli
+from bifolio.cluster.client import Client
+from bifolio.protos import inference_pb2 as pb
+from bifolio.protos.errors import InvalidRequest, Overloaded, Unavailable
+from bifolio.protos.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+
+
+class Servicer(InferenceServicer):  # type: ignore[misc]
+    """Answers in three messages; the prompts 'refuse' and 'hang' do what they say."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.metadata: dict[str, Any] = {}
+        self.left = threading.Event()
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        self.metadata = dict(context.invocation_metadata())
+        if request.text == "refuse":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "top_p is 3; allowed: above 0 to 1")
+        if request.text == "full":
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "256 requests wait already")
+        context.add_callback(self.left.set)
+        yield pb.GenerateResponse(text="Once ")
+        if request.text == "hang":
+            self.left.wait(10)
+        yield pb.GenerateResponse(text="더 upon")
+        usage = pb.Usage(
+            prompt_tokens=3,
+            completion_tokens=2,
+            seed=7,
+            timings=pb.Timings(ttft=0.05, prefill=0.03),
+            route=pb.Route(prefill_replica="p-1", decode_replica="d-1", blocks=4, bytes=2_000_000),
+        )
+        yield pb.GenerateResponse(finish_reason="stop", usage=usage)
+
+    def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[pb.Model(id="tiny", context_length=128)])
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, Servicer]]:
+    servicer = Servicer()
+    with ThreadPoolExecutor(2) as pool:
+        grpc_server = grpc.server(pool)
+        add_InferenceServicer_to_server(servicer, grpc_server)
+        port = grpc_server.add_insecure_port("127.0.0.1:0")
+        grpc_server.start()
+        yield f"127.0.0.1:{port}", servicer
+        grpc_server.stop(0).wait()
+
+
+def test_the_client_streams_and_names_the_application(server: tuple[str, Servicer]) -> None:
+    address, servicer = server
+    with Client(address) as client:
+        responses = list(client.generate([1, 2], max_tokens=5, stop=["x"], ignore_eos=True))
+        assert [model.id for model in client.models()] == ["tiny"]
+    assert "".join(r.text for r in responses) == "Once 더 upon"
+    assert responses[-1].usage.seed == 7
+    request = servicer.requests[0]
+    assert list(request.token_ids.ids) == [1, 2]
+    assert request.sampling.max_tokens == 5
+    assert not request.sampling.HasField("temperature")
+    assert servicer.metadata["application"] == "bifolio"
+
+
+def test_leaving_the_loop_cancels(server: tuple[str, Servicer]) -> None:
+    address, servicer = server
+    with Client(address) as client:
+        stream = client.generate("hang")
+        assert next(stream).text == "Once "
+        stream.close()
+        assert servicer.left.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "says"),
+    [("refuse", InvalidRequest, "top_p is 3"), ("full", Overloaded, "256 requests wait")],
+)
+def test_the_clusters_errors_come_back_as_themselves(
+    server: tuple[str, Servicer], prompt: str, kind: type[Exception], says: str
+) -> None:
+    with Client(server[0]) as client, pytest.raises(kind, match=says):
+        list(client.generate(prompt))
+
+
+def test_what_cannot_be_sent_is_refused_here(server: tuple[str, Servicer]) -> None:
+    with Client(server[0]) as client:
+        for wrong in ({"top_k": 2**40}, {"seed": -1}, {"stop": ["\ud800"]}):
+            with pytest.raises(InvalidRequest, match="cannot be sent"):
+                list(client.generate("hi", **wrong))  # type: ignore[arg-type]
+
+
+def test_a_deadline_is_an_unavailable(server: tuple[str, Servicer]) -> None:
+    with Client(server[0]) as client, pytest.raises(Unavailable):
+        list(client.generate("hang", timeout=0.1))
+
+
+def test_generate_streams_to_stdout_and_sums_up_on_stderr(
+    server: tuple[str, Servicer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, servicer = server
+    assert cli.main(["generate", "hi", "--address", address, "--stop", "a", "--stop", "b", "--seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "Once 더 upon\n"
+    assert "3 + 2 tokens, stop, seed 7; TTFT 50 ms" in err
+    assert "prefilled on p-1, decoded on d-1, 4 blocks (2.0 MB) moved" in err
+    assert list(servicer.requests[0].sampling.stop) == ["a", "b"]
+    assert cli.main(["generate", "hi", "--address", address, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failure_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "hi", "--address", "127.0.0.1:1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "bifolio: nothing answers at 127.0.0.1:1; is `bifolio serve` running there?\n"
+
+
+STATUS = {
+    "model": "tiny",
+    "waiting": 3,
+    "epoch": 1,
+    "replicas": [
+        {
+            "id": "prefill-1", "role": "prefill", "state": "live", "pid": 42, "address": "127.0.0.1:7001",
+            "free": 10, "cached": 0, "leased": 6, "total": 16, "leases": 2,
+        }
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def http_address() -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path == "/status"
+            self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(STATUS).encode() if found else b"no")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_status_as_a_table_and_as_json(
+    http_address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["status", "--address", http_address]) == 0
+    table = capsys.readouterr().out
+    assert "tiny: 3 waiting" in table
+    assert all(text in table for text in ("prefill-1", "127.0.0.1:7001", "16"))
+    assert cli.main(["status", "--address", http_address, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == STATUS
+
+
+def test_status_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--address", "127.0.0.1:1"]) == 1
+    assert "http://127.0.0.1:1/status does not answer" in capsys.readouterr().err
+
+
+def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("pools: {decode: {replicas: 3}}")
+    bad.write_text("pools: {decod: {replicas: 3}}")
+    assert cli.main(["config", "check", str(good)]) == 0
+    assert cli.main(["config", "check", str(bad)]) == 1
+    assert "pools.decod: unknown name; did you mean pools.decode?" in capsys.readouterr().err
+    assert cli.main(["config", "show", str(good)]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["pools"]["decode"]["replicas"] == 3
+    assert shown["model"]["served_name"] == "smollm2-135m"
+    assert cli.main(["config", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "ClusterConfig"
+
+
+def test_serve_flags_reach_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bifolio.cluster import app
+
+    given = []
+    monkeypatch.setattr(app, "serve", lambda config: given.append(config) or 0)
+    flags = "--model m.gguf --prefill 0 --decode 2 --dtype float32 --http-port 81 --grpc-port 82"
+    assert cli.main(["serve", *flags.split(), "--served-model-name", "mine"]) == 0
+    (config,) = given
+    assert (config.model.source, config.model.served_name, config.model.dtype) == (
+        "m.gguf",
+        "mine",
+        "float32",
+    )
+    assert (config.pools.prefill.replicas, config.pools.decode.replicas) == (0, 2)
+    assert (config.http.port, config.grpc.port) == (81, 82)
+    assert cli.main(["serve", "--dtype", "fp8"]) == 1
+    assert "model.dtype: got 'fp8'; allowed: one of bfloat16, float32" in capsys.readouterr().err
+
+
+def test_models_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("BIFOLIO_CACHE", str(tmp_path))
+    assert cli.main(["models", "list"]) == 0
+    assert "not pulled" in capsys.readouterr().out
+    assert cli.main(["models", "pull", "smollm"]) == 1
+    assert "did you mean smollm2-135m?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [[], ["fly"], ["generate"], ["serve", "--decode", "two"], ["config"]])
+def test_wrong_usage_is_status_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(wrong)
+    assert caught.value.code == 2
+    assert "usage: bifolio" in capsys.readouterr().err
+
+
+def test_the_installed_command_starts_fast_and_without_ray_or_torch() -> None:
+    command = [str(Path(sys.executable).with_name("bifolio")), "config", "show"]
+    times = []
+    for _ in range(2):  # the first may compile
+        began = time.perf_counter()
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
+        )
+        times.append(time.perf_counter() - began)
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "bifolio.cluster.config" in imported
+    assert not imported & {"ray", "torch", "grpc", "tokenizers", "numpy"}
+    assert min(times) < 2
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    command = f"{Path(sys.executable).with_name('bifolio')} config show | true"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert result.stderr == ""

@@ -1,0 +1,120 @@
+"""One YAML, one frozen object, and a clear word about every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from bifolio.cluster.config import ClusterConfig, load, resolved, schema, show
+from bifolio.protos.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "cluster.example.yaml"
+
+
+def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return load(path, overrides)
+
+
+def test_the_example_is_a_configuration() -> None:
+    config = load(EXAMPLE)
+    assert config.pools.decode.replicas == 2
+    assert config.kv.admission_queue == 64
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_text(tmp_path, "# nothing\n") == load() == ClusterConfig()
+
+
+def test_show_is_read_back_as_the_same_configuration(tmp_path: Path) -> None:
+    config = resolved(load(EXAMPLE))
+    assert load_text(tmp_path, show(config)) == config
+
+
+def test_overrides_win_and_reach_any_depth(tmp_path: Path) -> None:
+    config = load_text(tmp_path, "pools: {prefill: {replicas: 3}}", **{"pools.prefill.replicas": 0, "http.port": 80})
+    assert (config.pools.prefill.replicas, config.http.port) == (0, 80)
+
+
+def test_resolving_names_the_model_and_leaves_the_original_open() -> None:
+    config = load(None, {"model.source": "/models/Tiny.Q4.gguf"})
+    assert resolved(config).model.served_name == "Tiny.Q4"
+    assert config.model.served_name is None
+    named = load(None, {"model.served_name": "mine"})
+    assert resolved(named) is named
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("pools: {prefil: {replicas: 2}}", "pools.prefil: unknown name; did you mean pools.prefill?"),
+        ("block_size: 32", "block_size: unknown name; did you mean engine.block_size?"),
+        (
+            "engine: {block_sise: 3}",
+            "did you mean engine.block_size? allowed: engine.block_size, engine.cache",
+        ),
+        ("qqq: 1", "qqq: unknown name; allowed: engine, grpc, http, kv, model, pools"),
+        ("http: {port: '80'}", "http.port: got '80'; allowed: a whole number, at least 1, at most 65535"),
+        ("http: {port: 0}", "http.port: got 0; allowed: a whole number, at least 1, at most 65535"),
+        ("model: {dtype: fp8}", "model.dtype: got 'fp8'; allowed: one of bfloat16, float32"),
+        (
+            "model: {served_name: 3}",
+            "model.served_name: got 3; allowed: a text, of length at least 1 or null",
+        ),
+        ("engine: 3", "engine: got 3; allowed: an object with any of block_size"),
+        (
+            "pools: {decode: {replicas: 0}}",
+            "pools.decode.replicas: got 0; allowed: a whole number, at least 1",
+        ),
+        ("kv: {heartbeat_s: .nan}", "kv.heartbeat_s: got nan; allowed: a number, at least"),
+        ("http: {port: 9000}", "http.port and grpc.port are both 9000"),
+        ("engine: {max_batched_tokens: 16}", "engine: max_batched_tokens is 16; a step must hold"),
+        ("a: [", "is not YAML"),
+        ("http: {}\nhttp: {}", "key 'http' is here twice"),
+        ("1: 2", "key 1 is not a name"),
+        ("- model", "holds a list"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_allowed(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text)
+    assert says in caught.value.message
+    assert str(tmp_path) in caught.value.message
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http\.port.*; model\.dtype|model\.dtype.*; http\.port"):
+        load_text(tmp_path, "model: {dtype: x}\nhttp: {port: x}")
+
+
+def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load().http.port = 1  # type: ignore[misc]
+
+
+def test_every_field_is_described_and_bounded() -> None:
+    def walk(cls: type[BaseModel]) -> None:
+        for name, field in cls.model_fields.items():
+            assert field.description, f"{cls.__name__}.{name}"
+            assert field.description.endswith(".")
+            assert not field.is_required(), f"{cls.__name__}.{name}"
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                walk(field.annotation)
+            elif field.annotation in (int, float):
+                assert len(field.metadata) >= 2, f"{cls.__name__}.{name} has no range"
+
+    walk(ClusterConfig)
+
+
+def test_the_schema_describes_every_section() -> None:
+    properties = schema()["properties"]
+    assert set(properties) == set(yaml.safe_load(show(load())))

@@ -1,0 +1,70 @@
+"""RoPE and the cache write, against complex multiplication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bifolio.kernels import rope_and_write, rope_tables
+
+HQ, HK, D, P = 6, 2, 40, 8
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Pair (i, i + D/2) as a complex number times exp(i * angle), in float64."""
+    a, b = x.double().chunk(2, dim=-1)
+    frequency = theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    turn = torch.polar(torch.ones(1, dtype=torch.float64), positions[:, None].double() * frequency)[:, None]
+    z = torch.complex(a, b) * turn
+    return torch.cat((z.real, z.imag), dim=-1)
+
+
+def run(slots: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(3)
+    tokens = len(slots)
+    fused = torch.randn(tokens, HQ + 2 * HK, D, generator=g).to(dtype)
+    q, k, v = torch.split(fused, (HQ, HK, HK), dim=1)
+    cos, sin = rope_tables(D, 64, 1e4)
+    positions = torch.arange(tokens) * 7
+    cache = torch.full((6, 3, 2, HK, P, D), torch.nan, dtype=dtype)
+    before = fused.clone()
+    result = rope_and_write(q, k, v, cos, sin, positions, torch.tensor(slots), cache[:, 1])
+    assert torch.equal(fused, before)
+    return result, q, k, v, positions, cache
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_queries_and_cached_keys_are_rotated_values_are_not(dtype: torch.dtype, tolerance: float) -> None:
+    slots = [9, 40, 17, 8]
+    got, q, k, v, positions, cache = run(slots, dtype)
+    torch.testing.assert_close(got.double(), rotated(q, positions, 1e4), rtol=0, atol=tolerance)
+    for t, slot in enumerate(slots):
+        key = cache[slot // P, 1, 0, :, slot % P].double()
+        torch.testing.assert_close(key, rotated(k, positions, 1e4)[t], rtol=0, atol=tolerance)
+        assert torch.equal(cache[slot // P, 1, 1, :, slot % P], v[t])
+
+
+def test_only_the_named_slots_of_the_layer_are_written() -> None:
+    cache = run([-1, 9, -1])[-1]
+    untouched = cache.clone()
+    untouched[1, 1, :, :, 1] = torch.nan
+    assert torch.isnan(untouched).all()
+    assert torch.isfinite(cache[1, 1, :, :, 1]).all()
+
+
+def test_nothing_is_written_where_every_slot_is_skipped() -> None:
+    assert torch.isnan(run([-1, -1])[-1]).all()
+
+
+def test_an_odd_head_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim: 33"):
+        rope_tables(33, 4, 1e4)
+
+
+def test_another_dtype_of_cache_is_refused() -> None:
+    x = torch.zeros(1, HK, D)
+    cos, sin = rope_tables(D, 4, 1e4)
+    zero = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="kv: dtype"):
+        rope_and_write(x, x, x, cos, sin, zero, zero, torch.zeros(2, 2, HK, P, D, dtype=torch.bfloat16))

@@ -1,0 +1,314 @@
+"""Server and client together, over loopback; and the server against clients that misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import grpc
+import pytest
+from transfer_kit import (
+    DONE,
+    LOGITS,
+    WAIT,
+    GatedStore,
+    ScriptedSource,
+    client_of,
+    filled_store,
+    ids,
+    in_thread,
+    no_threads_left,
+    serving,
+    start,
+)
+
+from bifolio.kv_manager.memory_store import MemoryStore
+from bifolio.kv_manager.transfer import Outbox, PrefillServer
+from bifolio.kv_manager.wire import METHOD, SERVICE, Ack, Frame, pack, unpack
+from bifolio.protos.errors import (
+    BifolioError,
+    DoesNotFit,
+    Draining,
+    GeometryMismatch,
+    Overloaded,
+    Revoked,
+    StalePlacement,
+    TransferFailed,
+)
+from bifolio.protos.messages import Commit, Start
+
+SMALL = 96
+LARGE = (2 << 20) + 96  # three frames a block
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with no_threads_left():
+        yield
+
+
+@pytest.mark.parametrize("block_bytes", [SMALL, LARGE])
+@pytest.mark.parametrize("skip", [0, 1, 3])
+def test_what_arrives_is_what_was_computed(block_bytes, skip):
+    source, target = ScriptedSource(filled_store(block_bytes), 4, 8, DONE), MemoryStore(4, block_bytes)
+    with serving(source) as address, client_of(target) as client:
+        pull = client.pull(address, start(skip=skip))
+        commit = pull.run(ids(2, 4, 1))
+    frames = (3 - skip) * (1 if block_bytes == SMALL else 3)
+    assert commit == Commit(start().generation, 10, skip, 3 - skip, frames, (3 - skip) * block_bytes, LOGITS, 0.5, 1.5)
+    assert (pull.frames_received, pull.bytes_received) == (frames, commit.payload_bytes)
+    for here, there in list(zip((2, 4, 1), (3, 1, 2), strict=True))[skip:]:
+        assert target.read(here) == source.store.read(there)
+    for untouched in (3, *(2, 4, 1)[:skip]):
+        assert target.read(untouched) == bytes(block_bytes)
+
+
+def test_a_full_last_block_needs_no_special_end():
+    source, target = ScriptedSource(filled_store(SMALL), 4, 12, DONE), MemoryStore(4, SMALL)
+    with serving(source) as address, client_of(target) as client:
+        assert client.pull(address, start(tokens=12)).run(ids(1, 2, 3)).block_count == 3
+    assert target.read(3) == source.store.read(2)
+
+
+def test_blocks_arrive_before_the_last_chunk_is_computed():
+    source, target = ScriptedSource(filled_store(SMALL), 5), GatedStore(4, SMALL)
+    target.gate.set()
+    with serving(source) as address, client_of(target) as client:
+        result = in_thread(client.pull(address, start()), ids(1, 2, 3))
+        assert target.writing.wait(WAIT)  # of block position 0, while the job waits to be fed
+        source.next_job().feed(DONE)
+        assert result.result(WAIT).frames == 3
+    assert target.writes == 3
+
+
+def test_no_more_than_a_window_is_ever_unacknowledged():
+    sent, acked = 0, 0
+
+    def requests():  # read only when the window is full
+        nonlocal acked
+        for frame in range(9):
+            assert sent - acked == 2
+            acked = frame + 1
+            yield pack(Ack(frame))
+
+    outbox = Outbox(start(), filled_store(LARGE), requests(), window=2)
+    for _ in outbox.send(computed=10):
+        sent += 1
+    assert (sent, acked) == (9, 7)
+
+
+def test_a_window_of_one_is_enough():
+    source, target = ScriptedSource(filled_store(LARGE), DONE), MemoryStore(4, LARGE)
+    with serving(source, window=1) as address, client_of(target) as client:
+        assert client.pull(address, start()).run(ids(1, 2, 3)).frames == 9
+
+
+def test_the_job_is_left_only_after_the_last_ack():
+    source = ScriptedSource(filled_store(SMALL), DONE)
+    with serving(source) as address, RawClient(address) as client:
+        client.send(pack(start()))
+        frames = [client.receive() for _ in range(3)]
+        assert all(isinstance(frame, Frame) for frame in frames)
+        assert isinstance(client.receive(), Commit)
+        client.send(pack(Ack(1)))
+        job = source.next_job()
+        assert not job.closed.is_set()
+        client.send(pack(Ack(2)))
+        assert job.closed.wait(WAIT)
+        assert client.end() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("error", [StalePlacement, GeometryMismatch, Draining, Overloaded, DoesNotFit, Revoked])
+def test_a_refusal_arrives_as_the_same_error(error):
+    source = ScriptedSource(filled_store(SMALL))
+    source.refusal = error("block 3 belongs to lease 7.10 — später")
+    with serving(source) as address, client_of(MemoryStore(4, SMALL)) as client:
+        with pytest.raises(BifolioError) as caught:
+            client.pull(address, start()).run(ids(1, 2, 3))
+        assert type(caught.value) is error
+        assert caught.value.message == "block 3 belongs to lease 7.10 — später"
+
+
+def test_our_error_in_mid_stream_arrives_as_the_same_error():
+    source = ScriptedSource(filled_store(SMALL), 5, Draining("leaving"))
+    with serving(source) as address, client_of(MemoryStore(4, SMALL)) as client:
+        pull = client.pull(address, start())
+        with pytest.raises(Draining, match="leaving"):
+            pull.run(ids(1, 2, 3))
+
+
+def test_any_other_error_is_logged_there_and_named_here(caplog):
+    source = ScriptedSource(filled_store(SMALL), 5, ZeroDivisionError("x" * 100_000))
+    with serving(source) as address, client_of(MemoryStore(4, SMALL)) as client:
+        pull = client.pull(address, start())
+        with pytest.raises(TransferFailed, match="INTERNAL: ZeroDivisionError: xxx"):
+            pull.run(ids(1, 2, 3))
+    [record] = caplog.records
+    assert record.exc_info is not None
+
+
+def test_a_cancel_during_compute_ends_both_sides():
+    source = ScriptedSource(filled_store(SMALL), 5)
+    with serving(source) as address, client_of(MemoryStore(4, SMALL)) as client:
+        pull = client.pull(address, start())
+        result = in_thread(pull, ids(1, 2, 3))
+        job = source.next_job()
+        pull.cancel()
+        pull.cancel()
+        with pytest.raises(Revoked):
+            result.result(WAIT)
+        assert job.closed.wait(WAIT)
+        assert job.cancelled.is_set()
+
+
+def test_a_cancel_while_the_window_is_full_ends_both_sides():
+    source = ScriptedSource(filled_store(SMALL), DONE)
+    with serving(source, window=1) as address, RawClient(address) as client:
+        client.send(pack(start()))
+        client.receive()  # and no ack
+        client.call.cancel()
+        assert source.next_job().closed.wait(WAIT)
+
+
+def test_a_cancel_while_a_frame_is_being_sent_ends_both_sides():
+    source, target = ScriptedSource(filled_store(LARGE), DONE), GatedStore(4, LARGE)
+    with serving(source, window=100) as address, client_of(target) as client:
+        pull = client.pull(address, start())
+        result = in_thread(pull, ids(1, 2, 3))
+        assert target.writing.wait(WAIT)  # the client reads no more, so flow control holds the server
+        pull.cancel()
+        assert source.next_job().closed.wait(WAIT)
+        assert not result.done()  # it is still copying: its blocks are not free
+        target.gate.set()
+        with pytest.raises(Revoked):
+            result.result(WAIT)
+        assert target.writes == 1
+
+
+def test_a_cancel_before_run_opens_no_stream():
+    source = ScriptedSource(filled_store(SMALL), DONE)
+    with serving(source) as address, client_of(MemoryStore(4, SMALL)) as client:
+        pull = client.pull(address, start())
+        pull.cancel()
+        with pytest.raises(Revoked):
+            pull.run(ids(1, 2, 3))
+    assert not source.jobs
+
+
+def test_a_client_that_leaves_while_the_lease_is_opened_leaves_no_job_behind():
+    opening, gone = threading.Event(), threading.Event()
+
+    class Slow(ScriptedSource):
+        def begin(self, start: Start):
+            opening.set()
+            assert gone.wait(WAIT)
+            return super().begin(start)
+
+    source = Slow(filled_store(SMALL))
+    with serving(source) as address, RawClient(address) as client:
+        client.send(pack(start()))
+        assert opening.wait(WAIT)
+        client.call.cancel()
+        gone.set()
+        assert source.next_job().closed.wait(WAIT)
+
+
+def test_a_stream_too_many_is_refused_at_once():
+    source = ScriptedSource(filled_store(SMALL))
+    with serving(source, max_streams=1) as address, client_of(MemoryStore(4, SMALL)) as client:
+        first = in_thread(client.pull(address, start()), ids(1, 2, 3))
+        job = source.next_job()
+        with pytest.raises(TransferFailed, match="RESOURCE_EXHAUSTED"):
+            client.pull(address, start()).run(ids(1, 2, 3))
+        job.feed(DONE)
+        assert first.result(WAIT)
+
+
+def test_stopping_lets_streams_finish_and_counts_them():
+    source = ScriptedSource(filled_store(SMALL))
+    server = PrefillServer(source, max_streams=4)
+    address = f"127.0.0.1:{server.start()}"
+    with client_of(MemoryStore(4, SMALL)) as client:
+        result = in_thread(client.pull(address, start()), ids(1, 2, 3))
+        job = source.next_job()
+        assert server.active == 1
+        stopping = threading.Thread(target=server.stop, args=(WAIT,))
+        stopping.start()
+        job.feed(DONE)
+        assert result.result(WAIT)
+        stopping.join(WAIT)
+    assert not stopping.is_alive()
+    assert server.active == 0
+
+
+def test_stopping_without_grace_cancels_the_streams():
+    source = ScriptedSource(filled_store(SMALL))
+    server = PrefillServer(source, max_streams=4)
+    address = f"127.0.0.1:{server.start()}"
+    with client_of(MemoryStore(4, SMALL)) as client:
+        result = in_thread(client.pull(address, start()), ids(1, 2, 3))
+        job = source.next_job()
+        server.stop(grace=0)
+        assert job.closed.is_set()
+        with pytest.raises(TransferFailed):
+            result.result(WAIT)
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [],
+        [b""],
+        [b"\x7fgarbage"],
+        [pack(Ack(0))],
+        [pack(start(skip=4))],
+        [pack(start()), pack(start())],
+        [pack(start()), b"\x7fgarbage"],
+        [pack(start()), pack(Ack(3))],
+        [pack(start()), pack(Ack(1)), pack(Ack(1))],
+        [pack(start()), pack(Ack(0))],  # and then nothing: the last frames stay unacknowledged
+    ],
+)
+def test_a_client_that_breaks_the_protocol_is_told_so(requests, caplog):
+    source = ScriptedSource(filled_store(SMALL), DONE)
+    with serving(source) as address, RawClient(address) as client:
+        for request in requests:
+            client.send(request)
+        client.send(None)
+        assert client.end() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_no_other_method_is_served():
+    with serving(ScriptedSource(filled_store(SMALL))) as address, RawClient(address, "Other") as client:
+        assert client.end() is grpc.StatusCode.UNIMPLEMENTED
+
+
+class RawClient:
+    """A client that sends what it is told to, and acknowledges nothing by itself."""
+
+    def __init__(self, address: str, method: str = METHOD) -> None:
+        requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self.send = requests.put
+        self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        self.call = self._channel.stream_stream(f"/{SERVICE}/{method}")(iter(requests.get, None), timeout=WAIT)
+
+    def receive(self):
+        return unpack(next(self.call))
+
+    def end(self) -> grpc.StatusCode:
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self.call:
+                pass
+        return self.call.code()
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call.cancel()
+        self.send(None)
+        self._channel.close()

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transfer_kit import ids, start
+
+from bifolio.kv_manager.wire import (
+    HEADER,
+    MAX_PAYLOAD,
+    Ack,
+    Frame,
+    Kind,
+    Malformed,
+    block_count,
+    pack,
+    pack_frame,
+    pieces,
+    unpack,
+)
+from bifolio.protos.messages import Commit, Generation
+
+FRAME = Frame(Generation(2**64 - 1, 5), 3, 2, 1024, memoryview(b"payload"))
+COMMIT = Commit(Generation(1, 2), 10, 1, 2, 4, 64, b"\0" * 8, 0.25, 0.5)
+
+
+@pytest.mark.parametrize("message", [start(), Ack(0), Ack(2**32 - 1), COMMIT])
+def test_control_messages_come_back_as_they_were(message):
+    assert unpack(pack(message)) == message
+
+
+def test_a_frame_comes_back_as_it_was():
+    assert unpack(pack_frame(FRAME)) == FRAME
+
+
+def test_packing_gives_plain_bytes_because_grpc_hangs_on_anything_else():
+    assert type(pack_frame(FRAME)) is bytes
+    assert type(pack(Ack(1))) is bytes
+
+
+def test_a_frame_is_its_header_and_its_payload():
+    assert len(pack_frame(FRAME)) == HEADER.size + len(FRAME.payload)
+    assert HEADER.size == 41
+
+
+def test_every_flipped_payload_bit_is_noticed():
+    packed = pack_frame(FRAME)
+    for bit in range(HEADER.size * 8, len(packed) * 8):
+        damaged = bytearray(packed)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Malformed, match="checksum"):
+            unpack(bytes(damaged))
+
+
+def test_a_frame_cut_anywhere_is_malformed():
+    packed = pack_frame(FRAME)
+    for length in range(1, len(packed)):
+        with pytest.raises(Malformed):
+            unpack(packed[:length])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\0",
+        b"\x7f garbage",
+        bytes((Kind.START,)) + b"\xff\xff",
+        bytes((Kind.ACK,)) + b"\x08",
+        bytes((Kind.COMMIT,)) + b"\x3a\x05",
+        pack_frame(FRAME) + b"more",
+        pack_frame(replace(FRAME, payload=memoryview(b""))),
+        pack_frame(replace(FRAME, payload=memoryview(bytes(MAX_PAYLOAD + 1)))),
+        pack(replace(start(), tokens=())),
+        pack(replace(start(), blocks=ids(1, 2))),
+        pack(start(skip=4)),
+        pack(replace(start(), geometry=replace(start().geometry, block_size=0))),
+    ],
+)
+def test_what_the_protocol_does_not_allow_is_malformed(message):
+    with pytest.raises(Malformed):
+        unpack(message)
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (4, 1), (5, 2), (10, 3), (12, 3)])
+def test_the_last_block_counts_when_partly_filled(tokens, blocks):
+    assert block_count(start(tokens)) == blocks
+
+
+def test_a_block_travels_in_pieces_of_a_mebibyte():
+    assert list(pieces(10)) == [(0, 10)]
+    assert list(pieces(MAX_PAYLOAD)) == [(0, MAX_PAYLOAD)]
+    assert list(pieces(MAX_PAYLOAD * 2 + 1)) == [
+        (0, MAX_PAYLOAD),
+        (MAX_PAYLOAD, 2 * MAX_PAYLOAD),
+        (2 * MAX_PAYLOAD, 2 * MAX_PAYLOAD + 1),
+    ]

@@ -1,0 +1,189 @@
+"""What the transfer's tests share: a scripted prefill, two stores, and threads that must be gone in the end.
+
+No test sleeps: they wait for events, and WAIT bounds every wait.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import grpc
+
+from bifolio.kv_manager.memory_store import MemoryStore
+from bifolio.kv_manager.pull import PrefillClient, Pull
+from bifolio.kv_manager.transfer import Prefilled, PrefillServer
+from bifolio.kv_manager.wire import METHOD, SERVICE, unpack
+from bifolio.protos.errors import Revoked
+from bifolio.protos.messages import BlockId, Commit, Generation, Geometry, RequestId, Start
+
+WAIT = 10.0
+LOGITS = bytes(range(8))
+DONE = Prefilled(LOGITS, queue_seconds=0.5, prefill_seconds=1.5)
+GEOMETRY = Geometry("model", layers=1, kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+
+
+def ids(*blocks: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(block) for block in blocks)
+
+
+def start(tokens: int = 10, skip: int = 0, blocks: Sequence[int] = (3, 1, 2)) -> Start:
+    """Ten tokens in blocks of four: the third block is partly filled."""
+    return Start(
+        RequestId("r"),
+        Generation(7, 9),
+        ids(*blocks),
+        tuple(range(tokens)),
+        GEOMETRY,
+        arrival=1.0,
+        skip_blocks=skip,
+    )
+
+
+def filled_store(block_bytes: int, blocks: int = 4) -> MemoryStore:
+    store, noise = MemoryStore(blocks, block_bytes), random.Random(block_bytes)
+    for block in range(1, blocks + 1):
+        store.write(block, 0, noise.randbytes(block_bytes))
+    return store
+
+
+class ScriptedJob:
+    """A `PrefillJob` whose progress is what it is fed; an exception among it is raised."""
+
+    def __init__(self, steps: Iterable[int | Prefilled | Exception]) -> None:
+        self._steps: SimpleQueue[int | Prefilled | Exception | None] = SimpleQueue()
+        for step in steps:
+            self._steps.put(step)
+        self.feed = self._steps.put
+        self.cancelled = threading.Event()
+        self.closed = threading.Event()
+        self.times_left = 0
+
+    def __enter__(self) -> ScriptedJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.times_left += 1
+        self.closed.set()
+
+    def progress(self) -> Iterator[int | Prefilled]:
+        while True:
+            step = self._steps.get(timeout=WAIT)
+            if self.cancelled.is_set():
+                raise Revoked("the job was cancelled")
+            if isinstance(step, Exception):
+                raise step
+            if step is None:
+                return
+            yield step
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+        self._steps.put(None)
+
+
+class ScriptedSource:
+    """A `PrefillSource` whose jobs all begin with the same steps."""
+
+    def __init__(self, store: MemoryStore, *steps: int | Prefilled | Exception) -> None:
+        self.store = store
+        self.steps = steps
+        self.refusal: Exception | None = None
+        self.jobs: list[ScriptedJob] = []
+        self._begun: SimpleQueue[ScriptedJob] = SimpleQueue()
+
+    def begin(self, start: Start) -> ScriptedJob:
+        if self.refusal is not None:
+            raise self.refusal
+        job = ScriptedJob(self.steps)
+        self.jobs.append(job)
+        self._begun.put(job)
+        return job
+
+    def next_job(self) -> ScriptedJob:
+        return self._begun.get(timeout=WAIT)
+
+
+class GatedStore(MemoryStore):
+    """Tells when a write has begun, and holds it until the gate opens."""
+
+    def __init__(self, blocks: int, block_bytes: int) -> None:
+        super().__init__(blocks, block_bytes)
+        self.writing = threading.Event()
+        self.gate = threading.Event()
+        self.writes = 0
+
+    def write(self, block: int, offset: int, data: memoryview | bytes) -> None:
+        self.writing.set()
+        assert self.gate.wait(WAIT)
+        super().write(block, offset, data)
+        self.writes += 1
+
+
+@contextmanager
+def serving(source: ScriptedSource, max_streams: int = 4, window: int = 8, keepalive_s: float = 5.0) -> Iterator[str]:
+    """A PrefillServer's address. In the end every job has been left exactly once."""
+    server = PrefillServer(source, max_streams, window, keepalive_s=keepalive_s)
+    try:
+        yield f"127.0.0.1:{server.start()}"
+    finally:
+        server.stop(grace=WAIT)
+    assert server.active == 0
+    assert [job.times_left for job in source.jobs] == [1] * len(source.jobs)
+
+
+@contextmanager
+def raw_serving(answer: Callable[[Start], Iterable[bytes]]) -> Iterator[str]:
+    """The address of a server that answers a Start with any bytes at all."""
+
+    def serve(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        first = unpack(next(requests))
+        assert isinstance(first, Start)
+        yield from answer(first)
+
+    threads = ThreadPoolExecutor(2)
+    handler = grpc.method_handlers_generic_handler(SERVICE, {METHOD: grpc.stream_stream_rpc_method_handler(serve)})
+    server = grpc.server(threads, handlers=(handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+        threads.shutdown()
+
+
+@contextmanager
+def client_of(store: MemoryStore, keepalive_s: float = 5.0) -> Iterator[PrefillClient]:
+    client = PrefillClient(store, keepalive_s)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def in_thread(pull: Pull, blocks: Sequence[BlockId]) -> Future[Commit]:
+    """What `run` will return or raise, as the decode replica calls it."""
+    future: Future[Commit] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(pull.run(blocks))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@contextmanager
+def no_threads_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT)
+        assert not thread.is_alive(), thread

@@ -1,0 +1,196 @@
+"""Prefill on one engine, decode on another, over a real Prefill stream with a real model: no Ray."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from split import Pair, pair
+
+from bifolio.protos.messages import BlockId, Lease
+
+PROMPT = [
+    5,
+    300,
+    41,
+    77,
+    512,
+    9,
+    23,
+    640,
+    88,
+    31,
+    7,
+    450,
+    61,
+    19,
+    200,
+    33,
+    4,
+    18,
+    95,
+    702,
+    11,
+    66,
+    130,
+    42,
+    8,
+    55,
+    91,
+]
+GREEDY = {"max_tokens": 30, "temperature": 0.0}
+SMALL = {"block_size": 8, "max_batched_tokens": 32, "max_sequences": 8, "cache_tokens": 2048}
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def answer(model: Path, split: bool, *prompts: list[int], **sampling) -> list[list[int]]:
+    async with pair(model, split=split, **SMALL) as it:
+        out = await asyncio.gather(*(it.tokens(it.request(p, **sampling)) for p in prompts))
+        await it.settled()
+        return out
+
+
+def test_split_and_whole_give_the_same_ids(glassllm_dir):
+    prompts = [PROMPT, PROMPT[3:12], PROMPT * 3, [7]]
+    split = run(answer(glassllm_dir, True, *prompts, **GREEDY))
+    whole = run(answer(glassllm_dir, False, *prompts, **GREEDY))
+    assert split == whole
+    assert [len(ids) for ids in split] == [30] * 4
+
+
+def test_a_seed_gives_the_same_ids_split_and_whole_alone_and_in_company(glassllm_dir):
+    sampling = {"max_tokens": 25, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234}
+    (alone,) = run(answer(glassllm_dir, True, PROMPT, **sampling))
+    together = run(answer(glassllm_dir, False, PROMPT, PROMPT[::-1], PROMPT[5:], **sampling))
+    assert together[0] == alone
+
+
+def test_a_resumed_request_goes_on_as_if_nothing_had_happened(glassllm_dir):
+    async def resumed() -> tuple[list[int], list[int]]:
+        async with pair(glassllm_dir, **SMALL) as it:
+            request = it.request(PROMPT, max_tokens=30, temperature=0.8, seed=7)
+            whole = await it.tokens(request)
+            rest = await it.tokens(replace(request, generated=tuple(whole[:11])))
+            await it.settled()
+            return whole, rest
+
+    whole, rest = run(resumed())
+    assert whole[11:] == rest
+
+
+def test_a_block_that_went_to_another_lease_makes_an_old_placement_stale(glassllm_dir):
+    async def reuse() -> None:
+        async with pair(glassllm_dir, **{**SMALL, "cache_tokens": 256}) as it:
+            request = it.request(PROMPT, **GREEDY)
+            expected = await it.tokens(request)
+            late = await it.place(it.request(PROMPT, **GREEDY))
+            it.ledger.expire(time.monotonic() + 11)  # nobody opened it: its blocks are free again
+            it.beat()
+            for _ in range(4):  # each takes a third of the cache
+                await it.tokens(it.request(PROMPT * 3, **GREEDY))
+            (delta,) = [d async for d in it.streams.generate(late, request)]
+            assert delta.resumable is not None
+            assert delta.resumable[0] == "StalePlacement"
+            assert await it.tokens(request) == expected
+            await it.settled()
+
+    run(reuse())
+
+
+def test_a_stale_prefill_lease_ends_the_attempt_as_resumable(glassllm_dir):
+    async def steal() -> None:
+        async with pair(glassllm_dir, **SMALL) as it:
+            assert it.prefill is not None
+            request = it.request(PROMPT, **GREEDY)
+            placement = await it.place(request)
+            assert placement.prefill is not None
+            thief = placement.prefill.generation._replace(counter=placement.prefill.generation.counter + 100)
+            it.prefill.tags.open(Lease(it.prefill.replica, thief, placement.prefill.blocks))
+            (delta,) = [d async for d in it.streams.generate(placement, request)]
+            assert delta.resumable is not None
+            assert delta.resumable[::2] == ("StalePlacement", "prefill#1")
+            it.prefill.tags.close(thief)
+
+    run(steal())
+
+
+def test_parts_of_the_time_to_the_first_token_add_up(glassllm_dir):
+    async def parts() -> None:
+        async with pair(glassllm_dir, **SMALL) as it:
+            async for delta in it.deltas(it.request(PROMPT * 3, **GREEDY)):
+                if delta.timings is not None:
+                    t = delta.timings
+                    assert min(t.queue, t.prefill, t.transfer, t.first_decode) >= 0
+                    assert t.prefill > 0
+                    assert t.elapsed == pytest.approx(t.queue + t.prefill + t.transfer + t.first_decode)
+                    assert delta.moved is not None
+                    assert delta.moved.blocks == -(-len(PROMPT * 3) // 8)
+                    return
+
+    run(parts())
+
+
+async def leave_during_prefill(it: Pair) -> None:
+    request = it.request(PROMPT * 3, **GREEDY)
+    task = asyncio.create_task(it.tokens(request))
+    await asyncio.sleep(0.001)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    it.ledger.revoke(request.id, time.monotonic())  # as the ingress does: a lease may not have been opened yet
+
+
+async def leave_during_decode(it: Pair) -> None:
+    async with contextlib.aclosing(it.deltas(it.request(PROMPT, max_tokens=90, temperature=0.0))) as deltas:
+        async for _ in deltas:
+            return
+
+
+@pytest.mark.parametrize("leave", [leave_during_prefill, leave_during_decode])
+def test_leaving_returns_every_block_on_both_sides(glassllm_dir, leave):
+    async def many() -> None:
+        async with pair(glassllm_dir, **SMALL) as it:
+            for _ in range(3):
+                await asyncio.gather(*(leave(it) for _ in range(6)))
+                await it.settled()
+
+    run(many())
+
+
+def test_out_of_blocks_the_latest_arrival_is_preempted_and_resumes(glassllm_dir):
+    async def crowd() -> None:
+        few = {**SMALL, "cache_tokens": 256, "max_sequences": 3}
+        prompts = [PROMPT[i : i + 20] for i in range(3)]
+        async with pair(glassllm_dir, **SMALL) as roomy:
+            expected = [await roomy.tokens(roomy.request(p, max_tokens=90, temperature=0.0)) for p in prompts]
+        async with pair(glassllm_dir, **few) as it:
+            assert [await resume(it, p) for p in prompts] == expected
+            assert await asyncio.gather(*(resume(it, p) for p in prompts)) == expected
+            await it.settled()
+
+    async def resume(it: Pair, prompt: list[int]) -> list[int]:
+        """What the ingress does: place the request again with the tokens it has."""
+        request = it.request(prompt, max_tokens=90, temperature=0.0)
+        while True:
+            async with contextlib.aclosing(it.deltas(request)) as deltas:
+                async for delta in deltas:
+                    it.beat()
+                    request = replace(request, generated=request.generated + delta.tokens)
+                    if delta.finish:
+                        return list(request.generated)
+
+    run(crowd())
+
+
+def test_block_zero_is_never_leased(glassllm_dir):
+    async def lease() -> None:
+        async with pair(glassllm_dir, **SMALL) as it:
+            placement = await it.place(it.request(PROMPT, **GREEDY))
+            assert all(block > BlockId(0) for lease in placement.leases for block in lease.blocks)
+
+    run(lease())

@@ -1,0 +1,187 @@
+"""Scheduling decisions, one claim a test: no model, no clock."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bifolio.protos.messages import BlockId, Generation, Sampling
+from bifolio.replicas.scheduler import Scheduler, Step
+from bifolio.replicas.sequence import Add, Closed, Computed, Event, Prefilled, Sampled
+
+P = 16
+
+
+class Reserve:
+    """Blocks to draw from, as the tags of a replica hand them out."""
+
+    def __init__(self, blocks: int) -> None:
+        self.left = [BlockId(1000 + i) for i in range(blocks)]
+
+    def draw(self, generation: Generation, count: int) -> tuple[BlockId, ...] | None:
+        if len(self.left) < count:
+            return None
+        return tuple(self.left.pop() for _ in range(count))
+
+
+def scheduler(reserve: int = 100, budget: int = 64, most: int = 8) -> Scheduler:
+    return Scheduler(
+        max_batched_tokens=budget, max_sequences=most, block_size=P, draw=Reserve(reserve).draw, starve_s=0.25
+    )
+
+
+def add(
+    counter: int,
+    tokens: int,
+    *,
+    most: int | None = None,
+    arrival: float | None = None,
+    spare: int = 0,
+    **more: object,
+) -> Add:
+    blocks = -(-tokens // P) + spare
+    sampling = Sampling(most, 0.0, stop_token_ids=(99,)) if most else None
+    return Add(
+        Generation(1, counter),
+        tuple(range(tokens)),
+        tuple(BlockId(counter * 100 + i) for i in range(blocks)),
+        float(counter) if arrival is None else arrival,
+        tokens,
+        sampling,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def play(s: Scheduler, now: float = 0.0, token: int = 7) -> tuple[Step, list[Event]]:
+    """One step in which every sequence that samples gets `token`."""
+    step = s.schedule(now)
+    ready = [c.sequence for c in step.chunks if c.completes] + list(step.handed)
+    sampled = {q.generation: token for q in ready if q.sampling}
+    logits = {q.generation: b"row!" for q in ready if not q.sampling}
+    return step, [*step.closed, *s.record(step, sampled, logits, now)]
+
+
+def counts(step: Step) -> dict[int, int]:
+    return {c.sequence.generation.counter: c.count for c in step.chunks}
+
+
+def test_a_prompt_is_cut_into_chunks_that_end_on_block_edges():
+    s = scheduler(budget=40)
+    s.add(add(1, 100), 0.0)
+    assert [counts(play(s)[0])[1] for _ in range(3)] == [32, 32, 36]
+
+
+def test_a_handed_over_sequence_reports_each_chunk_and_then_its_logits():
+    s = scheduler(budget=32)
+    s.add(add(1, 40), 0.0)
+    g = Generation(1, 1)
+    assert play(s)[1] == [Computed(g, 32)]
+    assert play(s)[1] == [Computed(g, 40), Prefilled(g, b"row!", 0.0, 0.0)]
+    assert s.idle
+    assert s.close(g, "aborted") == Closed(g, "aborted")
+
+
+def test_decode_tokens_come_before_prompt_chunks():
+    s = scheduler(budget=32)
+    s.add(add(1, 16, most=50), 0.0)
+    play(s)
+    s.add(add(2, 100), 0.0)
+    step, _ = play(s)
+    assert counts(step) == {1: 1, 2: 16}  # 31 tokens are left, one whole block fits
+
+
+def test_a_quarter_of_the_prompt_budget_goes_to_the_shortest_prompt():
+    s = scheduler(budget=128)
+    s.add(add(1, 1000), 0.0)
+    s.add(add(2, 64), 0.0)
+    assert counts(s.schedule(0.0)) == {1: 96, 2: 32}
+
+
+def test_the_rest_of_the_prompt_budget_goes_by_arrival():
+    s = scheduler(budget=128)
+    s.add(add(1, 1000, arrival=5.0), 0.0)
+    s.add(add(2, 1000, arrival=1.0), 0.0)
+    s.add(add(3, 32, arrival=9.0), 0.0)
+    assert counts(s.schedule(0.0)) == {2: 96, 3: 32}
+
+
+def test_a_sequence_with_logits_is_sampled_without_being_computed():
+    s = scheduler()
+    s.add(add(1, 20, most=5, logits=b"row!"), 0.0)
+    step, events = play(s)
+    assert step.chunks == ()
+    assert events == [Sampled(Generation(1, 1), 7, None)]
+    assert counts(play(s)[0]) == {1: 1}
+
+
+def test_the_stop_token_ends_the_sequence():
+    s = scheduler()
+    s.add(add(1, 20, most=5), 0.0)
+    _, events = play(s, token=99)
+    assert events == [Sampled(Generation(1, 1), 99, "stop"), Closed(Generation(1, 1), "finished")]
+
+
+def test_max_tokens_counts_from_the_original_prompt():
+    s = scheduler()
+    resumed = add(1, 20, most=3)
+    s.add(Add(resumed.generation, resumed.tokens, resumed.blocks, 0.0, 18, resumed.sampling), 0.0)  # 2 tokens before
+    _, events = play(s)
+    assert events[0] == Sampled(Generation(1, 1), 7, "length")
+
+
+def test_a_growing_sequence_draws_blocks():
+    s = scheduler()
+    s.add(add(1, 16, most=40), 0.0)
+    for _ in range(18):
+        play(s)
+    assert len(s.sequences[Generation(1, 1)].blocks) == 3
+
+
+def test_a_starved_sequence_skips_steps_and_goes_on_when_blocks_come():
+    reserve = Reserve(0)
+    s = Scheduler(max_batched_tokens=64, max_sequences=8, block_size=P, draw=reserve.draw, starve_s=0.25)
+    s.add(add(1, 16, most=40), 0.0)
+    play(s)
+    assert not play(s, 0.1)[0].work
+    reserve.left.append(BlockId(5))
+    assert counts(play(s, 0.2)[0]) == {1: 1}
+
+
+def test_after_starving_too_long_the_latest_arrival_is_preempted():
+    s = scheduler(reserve=0)
+    s.add(add(1, 16, most=40), 0.0)
+    s.add(add(2, 16, most=40, spare=1), 0.0)
+    play(s)
+    play(s, 1.0)
+    _, events = play(s, 1.3)
+    assert [(e.generation.counter, e.reason) for e in events if isinstance(e, Closed)] == [(2, "preempted")]
+    assert list(s.sequences) == [Generation(1, 1)]
+
+
+def test_queue_and_prefill_times_are_measured_from_add_and_first_chunk():
+    s = scheduler(budget=32)
+    s.add(add(1, 40), 10.0)
+    play(s, 12.0)
+    _, events = play(s, 15.0)
+    assert events[-1] == Prefilled(Generation(1, 1), b"row!", 2.0, 3.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 40)), min_size=1, max_size=8),
+    st.integers(24, 200),
+    st.integers(0, 12),
+)
+def test_every_sequence_ends_and_no_step_exceeds_its_budget(requests, budget, reserve):
+    s = scheduler(reserve, budget)
+    for i, (tokens, most) in enumerate(requests, 1):
+        s.add(add(i, tokens, most=most), 0.0)
+    ended: set[int] = set()
+    for tick in range(2000):
+        step, events = play(s, tick * 0.1)
+        assert sum(c.count for c in step.chunks) <= budget
+        for chunk in step.chunks:
+            assert chunk.sequence.computed <= len(chunk.sequence.blocks) * P
+        ended |= {e.generation.counter for e in events if isinstance(e, Closed | Prefilled)}
+        if len(ended) == len(requests):
+            return
+    pytest.fail(f"only {sorted(ended)} of {len(requests)} ended")

@@ -155,12 +155,12 @@ def _status(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table(title=f"{status['model']}: {status['waiting']} waiting", title_justify="left")
-    names = ("id", "role", "state", "pid", "address", "free", "cached", "leased", "total", "leases")
-    for name in names:
-        count = name in ("pid", "free", "cached", "leased", "total", "leases")
-        table.add_column(name, justify="right" if count else "left")
+    words = ("id", "role", "state", "address")
+    counts = ("pid", "free", "cached", "leased", "total", "offered", "active")
+    for name in words + counts:
+        table.add_column(name, justify="right" if name in counts else "left")
     for replica in status["replicas"]:
-        table.add_row(*(str(replica[name]) for name in names))
+        table.add_row(*(str(replica[name]) for name in words + counts))
     Console().print(table)
     return 0
 

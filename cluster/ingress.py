@@ -1,20 +1,18 @@
 """The doors: HTTP (FastAPI) and gRPC, in one Serve deployment. They translate to a query and back and decide nothing.
 
 Only loopback peers are let in: Serve binds the replica's own ports wider than asked, and there are no API keys yet.
+
+`serve.ingress` pickles the routes by value when the class is made. So annotations are evaluated here (there is no import
+from `__future__`), and what the methods use is imported, never defined further down.
 """
 
-from __future__ import annotations
-
-import ipaddress
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import grpc
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from ray import serve
@@ -22,26 +20,22 @@ from starlette.responses import Response
 
 from bifolio.kv_manager.actor import connect
 from bifolio.protos import inference_pb2 as pb
-from bifolio.protos.errors import BifolioError, PeerRefused, status_of
+from bifolio.protos.errors import BifolioError, PeerRefused
 from bifolio.protos.messages import RequestId
 from bifolio.replicas.weights import model_config
 
 from .answer import Piece, Served, answer
+from .completions import events, whole
 from .config import ClusterConfig
 from .convert import query_from_pb
 from .frontend import Frontend
-from .openai import DONE, CompletionFormat, CompletionRequest, error_response, event, parse
+from .openai import CompletionFormat, error_response, parse
+from .peers import admitted, require_loopback
+from .query import check_model
 from .responses import StreamedResponse
 from .tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
 api = FastAPI(title="Bifolio", docs_url=None, redoc_url=None)
-
-
-def require_loopback(peer: str | None) -> None:
-    """`peer` is an IP address, or None or empty when the connection has none (a unix socket)."""
-    if peer and not ipaddress.ip_address(peer).is_loopback:
-        raise PeerRefused(f"connections from {peer} are refused: only this machine may ask, until API keys are set")
 
 
 @api.middleware("http")
@@ -94,8 +88,8 @@ class Ingress:
         words = CompletionFormat(id, self._served.name, int(time.time()), asked.include_usage)
         pieces = self._answer(asked.to_query(id))
         if asked.stream:
-            return StreamedResponse(_events(pieces, words, asked), "text/event-stream")
-        return StreamedResponse(_whole(pieces, words), "application/json")
+            return StreamedResponse(events(pieces, words), "text/event-stream")
+        return StreamedResponse(whole(pieces, words), "application/json")
 
     @api.get("/v1/models")
     async def models(self) -> Any:
@@ -109,17 +103,15 @@ class Ingress:
 
     @api.get("/v1/models/{name:path}")
     async def model(self, name: str) -> Any:
-        from .query import check_model
-
         check_model(name, self._served.name)
         return (await self.models())["data"][0]
 
     @api.get("/health")
     async def health(self) -> Response:
-        """200 when a request would be placed: at least one decode replica is up."""
+        """200 when a request would be placed: at least one decode replica is alive."""
         replicas = (await self._status())["replicas"]
-        ready = any(r["role"] == "decode" and r["state"] == "up" for r in replicas)
-        return JSONResponse({"status": "ok" if ready else "no decode replica is up"}, 200 if ready else 503)
+        ready = any(r["role"] == "decode" and r["state"] == "alive" for r in replicas)
+        return JSONResponse({"status": "ok" if ready else "no decode replica is alive"}, 200 if ready else 503)
 
     @api.get("/status")
     async def status(self) -> Any:
@@ -132,7 +124,7 @@ class Ingress:
     # gRPC: Serve calls the methods of bifolio.v1.Inference by name
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        with _status_for(grpc_context):
+        with admitted(grpc_context):
             id = RequestId(f"gen-{uuid.uuid4().hex}")
             async with aclosing(self._answer(query_from_pb(request, id))) as pieces:
                 async for piece in pieces:
@@ -146,59 +138,7 @@ class Ingress:
                         )
 
     async def ListModels(self, request: pb.ListModelsRequest, grpc_context: Any) -> pb.ListModelsResponse:
-        with _status_for(grpc_context):
+        with admitted(grpc_context):
             served = self._served
             model = pb.Model(id=served.name, created=served.created, context_length=served.context_length)
             return pb.ListModelsResponse(models=[model])
-
-
-async def _events(
-    pieces: AsyncGenerator[Piece, None], words: CompletionFormat, asked: CompletionRequest
-) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. An error before the first one is the caller's; later ones are an event of their own."""
-    begun = False
-    async with aclosing(pieces):
-        try:
-            async for piece in pieces:
-                if piece.text or piece.finish:
-                    yield event(words.chunk(piece.text, piece.finish))
-                    begun = True
-                if piece.usage is not None and asked.include_usage:
-                    yield event(words.usage_chunk(piece.usage))
-        except BifolioError as error:
-            if not begun:
-                raise
-            logger.warning("request %s failed while it was streamed: %s", words.id, error.message)
-            yield event(error_response(error)[2])
-            return
-        yield DONE
-
-
-async def _whole(pieces: AsyncGenerator[Piece, None], words: CompletionFormat) -> AsyncGenerator[bytes, None]:
-    async with aclosing(pieces):
-        taken = [piece async for piece in pieces]
-    last = taken[-1]
-    assert last.finish is not None
-    assert last.usage is not None
-    body = words.whole("".join(piece.text for piece in taken), last.finish, last.usage)
-    yield JSONResponse(body).body  # type: ignore[misc]
-
-
-@contextmanager
-def _status_for(context: Any) -> Any:
-    """Refuses strangers, and gives a call the status of the error it ends with."""
-    try:
-        require_loopback(_address(context.peer()))
-        yield
-    except BifolioError as error:
-        context.set_code(grpc.StatusCode[status_of(error)[0]])
-        context.set_details(error.message)
-        raise
-
-
-def _address(peer: str) -> str | None:
-    """The IP address in gRPC's peer name: ipv4:127.0.0.1:123, ipv6:[::1]:123 or unix:…"""
-    kind, _, rest = peer.partition(":")
-    return (
-        rest.rpartition(":")[0].strip("[]").replace("%5B", "").replace("%5D", "") if kind in ("ipv4", "ipv6") else None
-    )

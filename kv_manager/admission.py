@@ -42,13 +42,13 @@ class AdmissionQueue:
     def push(self, ask: Ask, now: float) -> list[Outcome]:
         """Takes a request in. Returns whom that pushed out: over the bound the latest arrival, which need not
         be the new one, because a request that already has tokens must not lose to one that has none."""
-        outcomes = self.revoke(ask.request, "it was admitted again")
+        assert ask.request not in self, "revoke it first: one request waits once"
         self._pushes += 1
         insort(self._waiting, _Waiting(ask.arrival, self._pushes, ask, now))
-        if len(self._waiting) > self._config.admission_queue:
-            why = f"{self._config.admission_queue} requests wait for blocks already"
-            outcomes.append(self._refuse(self._waiting.pop(), why, now))
-        return outcomes
+        if len(self._waiting) <= self._config.admission_queue:
+            return []
+        why = f"{self._config.admission_queue} requests wait for blocks already"
+        return [self._refuse(self._waiting.pop(), why, now)]
 
     def pump(self, place: Callable[[Ask], Placement | None]) -> list[Outcome]:
         """Places requests from the head on until one has to wait. An error belongs to its request alone."""

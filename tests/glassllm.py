@@ -1,7 +1,7 @@
 """The 0.85M-parameter model of the PyPI package `glassllm`, turned into a Hugging Face Llama directory.
 
-A real decoder (pre-RMSNorm, RoPE, 4 query and 2 KV heads of 32, SwiGLU, tied embeddings, context 128), trained
-on public-domain prose. It rotates adjacent pairs, so q and k rows are put in rotate-half order here.
+A real decoder (pre-RMSNorm, RoPE, 4 query and 2 KV heads of 32, SwiGLU, tied embeddings, context 128),
+trained on public-domain prose. It rotates adjacent pairs, so q and k rows are put in rotate-half order here.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ STATUS = {
     "replicas": [
         {
             "id": "prefill-1", "role": "prefill", "state": "live", "pid": 42, "address": "127.0.0.1:7001",
-            "free": 10, "cached": 0, "leased": 6, "total": 16, "leases": 2,
+            "free": 10, "cached": 0, "leased": 6, "total": 16, "offered": 0, "active": 2,
         }
     ],
 }  # fmt: skip

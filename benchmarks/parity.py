@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Are the ids right? Split pools against a single pool, and both against transformers, in fp32 and greedy.
+
+    python benchmarks/parity.py [--model smollm2-135m] [--prompts FILE.jsonl.gz] [--count 20] [--tokens 64]
+                                [--oracle DIR]
+
+Starts two clusters, one after the other (one prefill and one decode replica; a decode replica alone), asks both for the
+same prompts, and compares. The oracle is transformers on the same weights: it reads a llama GGUF or a Hugging Face
+directory by itself; `--oracle` names another directory with the model in fp32.
+
+Against transformers ids are compared teacher-forced. A position where they differ is a tie when the oracle's own logits
+of the two ids are closer than 2e-4; anything else is a mismatch, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bifolio.cluster.client import Client
+from bifolio.cluster.models import resolve
+from bifolio.cluster.spawn import spawned
+from bifolio.cluster.tokenizer import Tokenizer
+
+TIE = 2e-4  # of fp32 logits
+
+
+@dataclass
+class Verdict:
+    equal: int = 0
+    ties: int = 0
+    mismatches: int = 0
+
+
+def read_prompts(path: Path, count: int) -> list[str]:
+    """First turns, taken evenly from the file, in the chat format of SmolLM2."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        turns = [json.loads(line)["turns"][0] for line in lines]
+    chosen = [turns[i * len(turns) // count] for i in range(count)]
+    return [f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n" for turn in chosen]
+
+
+def generate(model: str, prefill: int, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], int]:
+    """Ids of each prompt, and how many KV blocks moved for all of them."""
+    answers, blocks = [], 0
+    began = time.monotonic()
+    with (
+        spawned(["--model", model, "--dtype", "float32", "--prefill", str(prefill), "--decode", "1"]) as cluster,
+        Client(cluster.grpc_address) as client,
+    ):
+        for number, prompt in enumerate(prompts, 1):
+            ids: list[int] = []
+            for message in client.generate(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True):
+                ids += message.token_ids
+            blocks += message.usage.route.blocks
+            answers.append(ids)
+            print(
+                f"\r{prefill} prefill replicas: {number}/{len(prompts)} prompts, {time.monotonic() - began:.0f} s",
+                end="",
+            )
+    print()
+    return answers, blocks
+
+
+@torch.inference_mode()
+def compare(oracle: torch.nn.Module, prompt: list[int], answer: list[int], verdict: Verdict) -> None:
+    logits = oracle(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+    best = logits.argmax(-1)
+    for position, token in enumerate(answer):
+        if int(best[position]) == token:
+            verdict.equal += 1
+            continue
+        gap = float(logits[position, best[position]] - logits[position, token])
+        verdict.ties += gap < TIE
+        verdict.mismatches += gap >= TIE
+        print(f"  position {position}: {token} here, {int(best[position])} in transformers, gap {gap:.1e}")
+
+
+def load_oracle(source: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    where = {"gguf_file": source.name} if source.is_file() else {}
+    directory = source.parent if source.is_file() else source
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **where)
+    return model.eval()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prompts", type=Path, default=Path(__file__).parents[1] / "tests/data/mt_bench.jsonl.gz")
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--oracle", type=Path)
+    args = parser.parse_args()
+
+    source = resolve(args.model)
+    tokenizer = Tokenizer.load(source)
+    prompts = [tokenizer.encode(prompt) for prompt in read_prompts(args.prompts, args.count)]
+    split, blocks = generate(args.model, 1, prompts, args.tokens)
+    single, none = generate(args.model, 0, prompts, args.tokens)
+    assert blocks > 0, "the split cluster moved no block"
+    assert none == 0, "the single pool moved blocks"
+
+    differing = [i for i, (a, b) in enumerate(zip(split, single, strict=True)) if a != b]
+    print(
+        f"split against single pool: {args.count - len(differing)} of {args.count} answers equal; {blocks} blocks moved"
+    )
+    oracle = load_oracle(args.oracle or source)
+    verdicts = {"split": Verdict(), "single": Verdict()}
+    for name, answers in (("split", split), ("single", single)):
+        for prompt, answer in zip(prompts, answers, strict=True):
+            compare(oracle, prompt, answer, verdicts[name])
+    for name, v in verdicts.items():
+        print(f"{name:6} against transformers: {v.equal} ids equal, {v.ties} ties, {v.mismatches} mismatches")
+    return 1 if any(v.mismatches for v in verdicts.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The KV manager as a real actor in a private local Ray."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")  # read when Ray is imported
+
+import ray
+
+from bifolio.kv_manager.actor import connect, start
+from bifolio.kv_manager.config import KvConfig
+from bifolio.kv_manager.tags import BlockTags
+from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Overloaded, Revoked
+from bifolio.protos.messages import Ask, Geometry, Placement, ReplicaId, ReplicaInfo, RequestId
+
+pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("default")]
+
+GEOMETRY = Geometry("m", 1, 1, 8, 4, "float32")
+DECODE = ReplicaInfo(ReplicaId("d"), "decode", GEOMETRY, blocks=8)
+CONFIG = KvConfig(admission_queue=3, admission_wait_s=3, heartbeat_s=0.2, silence_s=30)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    place = tempfile.mkdtemp(prefix="bk", dir="/tmp")  # short: Ray's sockets lie below it
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80_000_000,
+        _temp_dir=place,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture
+def manager(request: pytest.FixtureRequest) -> Iterator[Any]:
+    handle = start(request.node.name, "test", CONFIG)
+    yield handle
+    ray.kill(handle)
+
+
+@pytest.fixture
+def tags(manager: Any) -> BlockTags:
+    tags = BlockTags(DECODE.id, DECODE.blocks)
+    ray.get(manager.register.remote(DECODE, tags.report(0)))
+    return tags
+
+
+def ask(name: str, tokens: int = 28, arrival: float = 0.0) -> Ask:
+    return Ask(RequestId(name), tokens, tokens + 1, arrival)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def waiting(manager: Any, n: int) -> None:
+    wait_until(lambda: ray.get(manager.snapshot.remote())["waiting"] == n)
+
+
+def test_placement_and_release_wake_the_next(manager: Any, tags: BlockTags) -> None:
+    first: Placement = ray.get(manager.admit.remote(ask("a")))
+    second = manager.admit.remote(ask("b"))
+    waiting(manager, 1)
+    tags.open(first.decode)
+    beat = tags.close(first.decode.generation)
+    manager.release.remote(tags.replica, first.decode.generation, beat)
+    placement = ray.get(second, timeout=2)
+    assert placement.request == "b"
+    tags.open(placement.decode)
+
+
+def test_waiters_are_placed_in_order_of_arrival(manager: Any, tags: BlockTags) -> None:
+    held: Placement = ray.get(manager.admit.remote(ask("held")))
+    late = manager.admit.remote(ask("late", arrival=2.0))
+    waiting(manager, 1)
+    early = manager.admit.remote(ask("early", arrival=1.0))
+    waiting(manager, 2)
+    manager.release.remote(tags.replica, held.decode.generation, tags.beat)
+    assert ray.get(early, timeout=2).request == "early"
+    with pytest.raises(Overloaded):  # admission_wait_s
+        ray.get(late, timeout=10)
+
+
+def test_errors_arrive_as_ours_with_their_attributes(manager: Any, tags: BlockTags) -> None:
+    with pytest.raises(DoesNotFit, match="40 positions") as never:
+        ray.get(manager.admit.remote(ask("huge", 39)))
+    assert never.value.field == "max_tokens"
+    assert type(never.value.cause) is DoesNotFit  # type: ignore[attr-defined]
+    other = ReplicaInfo(ReplicaId("e"), "decode", Geometry("m", 1, 1, 8, 16, "float32"), blocks=8)
+    with pytest.raises(GeometryMismatch, match="block_size=16"):
+        ray.get(manager.register.remote(other, BlockTags(other.id, 8).report(0)))
+
+
+def test_over_the_bound_is_refused_at_once(manager: Any) -> None:
+    calls = [manager.admit.remote(ask(f"r{i}", arrival=i)) for i in range(CONFIG.admission_queue)]
+    waiting(manager, CONFIG.admission_queue)
+    with pytest.raises(Overloaded) as refused:
+        ray.get(manager.admit.remote(ask("late", arrival=99)), timeout=2)
+    assert refused.value.retry_after >= 1
+    for call in calls:
+        with pytest.raises(Overloaded):
+            ray.get(call, timeout=10)
+
+
+def test_revoke_ends_waiting_and_comes_before_admit(manager: Any) -> None:
+    call = manager.admit.remote(ask("a"))
+    waiting(manager, 1)
+    manager.revoke.remote(RequestId("a"))
+    with pytest.raises(Revoked):
+        ray.get(call, timeout=2)
+    with pytest.raises(Revoked):
+        ray.get(manager.admit.remote(ask("a")), timeout=2)
+
+
+def test_a_cancelled_call_leaves_the_queue(manager: Any) -> None:
+    call = manager.admit.remote(ask("a"))
+    waiting(manager, 1)
+    ray.cancel(call)
+    waiting(manager, 0)
+
+
+def test_a_restarted_manager_gets_its_leases_back(manager: Any, tags: BlockTags) -> None:
+    placement: Placement = ray.get(manager.admit.remote(ask("a", 8)))
+    tags.open(placement.decode)
+    tags.apply(ray.get(manager.heartbeat.remote(tags.report(0))))
+    before = ray.get(manager.snapshot.remote())
+    os.kill(ray.get(manager.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+
+    def registered_again() -> bool:
+        try:
+            answer = ray.get(manager.heartbeat.remote(tags.report(0)))
+        except ray.exceptions.RayActorError:
+            return False
+        if not answer.known:
+            ray.get(manager.register.remote(DECODE, tags.report(0)))
+        return bool(answer.known)
+
+    wait_until(registered_again, 20)
+    after = ray.get(connect("test_a_restarted_manager_gets_its_leases_back", "test").snapshot.remote())
+    assert after["epoch"] > before["epoch"]
+    fields = ("free", "leased", "reserve", "active")
+    assert [after["replicas"][0][f] for f in fields] == [before["replicas"][0][f] for f in fields]
+    assert ray.get(manager.admit.remote(ask("b", 4))).decode.generation > placement.decode.generation

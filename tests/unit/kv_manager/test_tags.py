@@ -1,0 +1,195 @@
+"""The replica's own side: what it refuses, draws, reports and applies."""
+
+from __future__ import annotations
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bifolio.kv_manager.tags import BlockTags
+from bifolio.protos.errors import StalePlacement
+from bifolio.protos.messages import Answer, BlockId, Generation, Lease, ReplicaId
+
+REPLICA = ReplicaId("d")
+
+
+def generation(counter: int) -> Generation:
+    return Generation(1, counter)
+
+
+def blocks(*ids: int) -> tuple[BlockId, ...]:
+    return tuple(map(BlockId, ids))
+
+
+def lease(counter: int, *ids: int) -> Lease:
+    return Lease(REPLICA, generation(counter), blocks(*ids))
+
+
+@pytest.fixture
+def tags() -> BlockTags:
+    return BlockTags(REPLICA, 8)
+
+
+def grant(tags: BlockTags, counter: int, *ids: int, now: float = 0.0) -> None:
+    tags.apply(Answer(tags.report(now).beat, granted=lease(counter, *ids)))
+
+
+def test_open_owns_and_close_frees(tags: BlockTags) -> None:
+    tags.open(lease(1, 1, 2))
+    assert [tags.owner(b) for b in blocks(1, 2, 3)] == [generation(1), generation(1), None]
+    assert tags.close(generation(1)) == 0
+    assert tags.owner(BlockId(1)) is None
+    assert tags.close(generation(1)) is None
+
+
+def test_a_block_of_another_open_lease_is_refused_and_nothing_changes(tags: BlockTags) -> None:
+    tags.open(lease(1, 2))
+    with pytest.raises(StalePlacement, match=r"block 2 of d went to lease 1\.1") as error:
+        tags.open(lease(2, 1, 2))
+    assert pickle.loads(pickle.dumps(error.value)).replica == "d"
+    assert tags.owner(BlockId(1)) is None
+    tags.open(lease(3, 1))
+
+
+def test_a_newer_tag_outlives_its_lease(tags: BlockTags) -> None:
+    tags.open(lease(2, 1))
+    tags.close(generation(2))
+    with pytest.raises(StalePlacement):
+        tags.open(lease(1, 1))
+
+
+def test_a_generation_opens_once(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    with pytest.raises(StalePlacement):
+        tags.open(lease(1, 1))
+    tags.close(generation(1))
+    with pytest.raises(StalePlacement):
+        tags.open(lease(1, 1))
+
+
+def test_a_later_epoch_is_newer_whatever_its_counter(tags: BlockTags) -> None:
+    tags.open(lease(99, 1))
+    tags.close(generation(99))
+    tags.open(Lease(REPLICA, Generation(2, 1), blocks(1)))
+
+
+def test_blocks_in_the_reserve_are_refused(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    grant(tags, 2, 5)
+    with pytest.raises(StalePlacement):
+        tags.open(lease(3, 5))
+
+
+def test_draw_gives_all_or_nothing(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    grant(tags, 2, 5, 6)
+    assert tags.draw(generation(1), 3) is None
+    assert tags.draw(generation(1), 2) == blocks(5, 6)
+    assert tags.report(1).leases == {generation(1): blocks(1, 5, 6)}
+
+
+def test_a_drawn_block_keeps_the_tag_of_its_grant(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    grant(tags, 5, 2)
+    tags.draw(generation(1), 1)
+    tags.close(generation(1))
+    with pytest.raises(StalePlacement):
+        tags.open(lease(4, 2))  # an offer that expired before the block was granted for growth
+    tags.open(lease(6, 2))
+
+
+def test_wanted_is_a_block_for_each_open_lease(tags: BlockTags) -> None:
+    assert tags.report(0).reserve_wanted == 0
+    tags.open(lease(1, 1))
+    tags.open(lease(2, 2))
+    assert tags.report(0).reserve_wanted == 2
+
+
+def test_wanted_is_the_growth_of_the_last_seconds(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    grant(tags, 2, 2, 3, 4)
+    for now in (1.0, 2.0):
+        tags.draw(generation(1), 1)
+        assert tags.report(now).reserve_wanted == now
+    assert tags.report(6.5).reserve_wanted == 1
+    assert tags.report(50).reserve_wanted == 1
+
+
+def test_wanted_covers_a_draw_that_failed(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    tags.draw(generation(1), 4)
+    assert tags.report(0).reserve_wanted == 4
+
+
+def test_a_replica_whose_leases_do_not_grow_wants_no_reserve() -> None:
+    tags = BlockTags(REPLICA, 8, grows=False)
+    tags.open(lease(1, 1))
+    assert tags.report(0).reserve_wanted == 0
+    assert not tags.low
+
+
+def test_surplus_is_dropped_by_the_report(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    grant(tags, 2, 5, 6, 7)
+    assert len(tags.report(0).reserve) == 1
+    tags.close(generation(1))
+    assert tags.report(1).reserve == ()
+    assert tags.held == 0
+
+
+def test_low_asks_for_one_report_not_for_a_storm(tags: BlockTags) -> None:
+    assert not tags.low
+    tags.open(lease(1, 1))
+    assert tags.low
+    tags.report(0)
+    assert not tags.low  # the cell has no blocks: asking again at once would not help
+    grant(tags, 2, 5)
+    assert not tags.low
+    tags.draw(generation(1), 1)
+    assert tags.low
+
+
+def test_only_the_answer_to_the_newest_report_counts_and_once(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    old, new = tags.report(0), tags.report(0)
+    tags.apply(Answer(old.beat, granted=lease(2, 5)))
+    assert tags.held == 1
+    for _ in range(2):
+        tags.apply(Answer(new.beat, granted=lease(3, 6)))
+    assert tags.held == 2
+    assert tags.report(1).seen == new.beat
+
+
+def test_a_grant_does_not_take_blocks_of_a_lease_opened_since(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    report = tags.report(0)
+    tags.open(lease(2, 5))  # an offer that expired, opened late
+    tags.apply(Answer(report.beat, granted=lease(3, 5, 6)))
+    assert tags.owner(BlockId(5)) == generation(2)
+    assert tags.report(1).reserve == blocks(6)
+
+
+def test_apply_returns_the_revoked_leases_that_are_open(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    beat = tags.report(0).beat
+    assert tags.apply(Answer(beat, revoked=(generation(1), generation(7)))) == (generation(1),)
+
+
+def test_threads_never_share_a_block() -> None:
+    tags = BlockTags(REPLICA, 64)
+
+    def turn(n: int) -> int:
+        opened = 0
+        for i in range(200):
+            try:
+                tags.open(lease(200 * n + i + 1, 1 + (n + i) % 64, 1 + (n + 2 * i + 1) % 64))
+            except StalePlacement:
+                continue
+            opened += 1
+            assert tags.close(generation(200 * n + i + 1)) is not None
+        return opened
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(turn, range(8))) > 0
+    assert tags.held == 0

@@ -70,6 +70,7 @@ class Core:
             max_sequences=engine.max_sequences,
             block_size=engine.block_size,
             draw=self.tags.draw,
+            starve_s=spec.kv.starve_s,
         )
         self._engine = Engine(Runner(Llama(config, weights), self.cache), scheduler)
         self._thread: EngineThread | None = None

@@ -1,4 +1,5 @@
-"""One rule of the ledger each. The fixtures end every test with check_integrity."""
+"""The ledger: registration, admission, replicas that leave. One rule each; the fixture ends every test with
+check_integrity."""
 
 from __future__ import annotations
 
@@ -6,58 +7,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from ledger_kit import CONFIG, GEOMETRY, Side, ask, grown, info, placed
 from pydantic import ValidationError
 
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.ledger import Ledger
-from bifolio.kv_manager.tags import BlockTags
-from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Revoked, StalePlacement
+from bifolio.protos.errors import DoesNotFit, GeometryMismatch
 from bifolio.protos.messages import (
     Answer,
-    Ask,
-    Generation,
-    Geometry,
-    Lease,
-    Placement,
     ReplicaId,
-    ReplicaInfo,
     Report,
-    RequestId,
-    Role,
 )
-
-GEOMETRY = Geometry("m", layers=1, kv_heads=1, head_dim=8, block_size=4, dtype="float32")
-CONFIG = KvConfig(offer_ttl_s=10, silence_s=30)
-
-
-def info(name: str, role: Role = "decode", blocks: int = 8, max_sequences: int = 4) -> ReplicaInfo:
-    return ReplicaInfo(ReplicaId(name), role, GEOMETRY, blocks, f"{name}:1", max_sequences=max_sequences)
-
-
-def ask(name: str, tokens: int = 4, most: int | None = None, exclude: tuple[str, ...] = ()) -> Ask:
-    return Ask(RequestId(name), tokens, most or tokens + 1, 0.0, tuple(map(ReplicaId, exclude)))
-
-
-class Side:
-    """A replica next to its ledger: messages arrive at once unless a test holds them back."""
-
-    def __init__(self, ledger: Ledger, info: ReplicaInfo) -> None:
-        self.ledger, self.info = ledger, info
-        self.tags = BlockTags(info.id, info.blocks, grows=info.role == "decode")
-        self.register(0.0)
-
-    def register(self, now: float) -> None:
-        self.ledger.register(self.info, self.tags.report(now), now)
-
-    def beat(self, now: float) -> tuple[Generation, ...]:
-        return self.tags.apply(self.ledger.heartbeat(self.tags.report(now), now))
-
-    def release(self, generation: Generation) -> None:
-        beat = self.tags.close(generation)
-        self.ledger.release(self.info.id, generation, self.tags.beat if beat is None else beat)
-
-    def status(self, field: str) -> object:
-        return next(r[field] for r in self.ledger.snapshot()["replicas"] if r["id"] == self.info.id)
 
 
 @pytest.fixture
@@ -70,12 +30,6 @@ def ledger() -> Iterator[Ledger]:
 @pytest.fixture
 def decode(ledger: Ledger) -> Side:
     return Side(ledger, info("d"))
-
-
-def placed(ledger: Ledger, ask: Ask, now: float = 0.0) -> Placement:
-    placement = ledger.admit(ask, now)
-    assert placement is not None
-    return placement
 
 
 # -- registration
@@ -209,209 +163,6 @@ def test_a_request_has_one_placement(ledger: Ledger, decode: Side) -> None:
     assert decode.beat(1) == ()  # the first was never opened: it ends here
     assert (decode.status("offered"), decode.status("active")) == (0, 1)
     assert first.decode.generation < second.decode.generation
-
-
-# -- leases
-
-
-def test_an_offer_dies_by_time_alone(ledger: Ledger, decode: Side) -> None:
-    placed(ledger, ask("a"), now=5)
-    decode.beat(10)
-    ledger.expire(14.9)
-    assert decode.status("offered") == 1
-    ledger.expire(15)
-    assert ledger.counts(decode.info.id).free == 8
-
-
-@pytest.mark.parametrize("by", ["activate", "beat"])
-def test_an_active_lease_outlives_the_offer(ledger: Ledger, decode: Side, by: str) -> None:
-    lease = placed(ledger, ask("a")).decode
-    decode.tags.open(lease)
-    if by == "activate":
-        ledger.activate(lease.generation)
-    else:
-        decode.beat(1)
-    ledger.expire(11)
-    assert decode.status("active") == 1
-
-
-def test_a_report_that_an_activation_overtook_does_not_close(ledger: Ledger, decode: Side) -> None:
-    lease = placed(ledger, ask("a")).decode
-    before = decode.tags.report(0)
-    decode.tags.open(lease)
-    ledger.activate(lease.generation)
-    ledger.heartbeat(before, 1)
-    assert decode.status("active") == 1
-
-
-def test_an_activated_lease_that_no_report_ever_lists_ends(ledger: Ledger, decode: Side) -> None:
-    lease = placed(ledger, ask("a")).decode
-    decode.tags.open(lease)
-    ledger.activate(lease.generation)
-    decode.tags.close(lease.generation)  # the release is lost
-    decode.beat(10)
-    assert ledger.counts(decode.info.id).free == 8
-
-
-def test_absence_from_a_newer_report_closes(ledger: Ledger, decode: Side) -> None:
-    lease = placed(ledger, ask("a")).decode
-    decode.tags.open(lease)
-    decode.beat(1)
-    decode.tags.close(lease.generation)  # the release is lost
-    decode.beat(2)
-    assert ledger.counts(decode.info.id).free == 8
-
-
-@pytest.mark.parametrize("opened", [False, True])
-def test_release_closes_and_repeats_do_nothing(ledger: Ledger, decode: Side, opened: bool) -> None:
-    lease = placed(ledger, ask("a")).decode
-    if opened:
-        decode.tags.open(lease)
-        decode.beat(1)
-    for _ in range(3):
-        decode.release(lease.generation)
-    decode.beat(2)
-    ledger.release(ReplicaId("nobody"), lease.generation, 1)
-    assert ledger.counts(decode.info.id).free == 8
-
-
-def test_a_report_taken_before_the_release_does_not_resurrect(ledger: Ledger, decode: Side) -> None:
-    lease = placed(ledger, ask("a")).decode
-    decode.tags.open(lease)
-    late = decode.tags.report(1)
-    decode.release(lease.generation)
-    assert ledger.heartbeat(late, 2).revoked == ()
-    counts = ledger.counts(decode.info.id)
-    assert counts.free + counts.reserve == 8
-
-
-def test_blocks_reused_under_an_old_placement_make_it_stale(ledger: Ledger, decode: Side) -> None:
-    old = placed(ledger, ask("a", 28)).decode
-    ledger.expire(10)
-    new = placed(ledger, ask("b", 28), 10).decode
-    decode.tags.open(new)
-    with pytest.raises(StalePlacement) as error:
-        decode.tags.open(old)
-    assert error.value.replica == "d"
-    decode.release(new.generation)
-    with pytest.raises(StalePlacement):
-        decode.tags.open(old)
-
-
-def test_an_expired_offer_that_opens_late_is_revoked(ledger: Ledger, decode: Side) -> None:
-    lease = placed(ledger, ask("a", 8)).decode
-    ledger.expire(10)
-    decode.tags.open(lease)
-    for now in (11, 12):  # until it is gone
-        assert decode.beat(now) == (lease.generation,)
-    assert ledger.counts(decode.info.id).leased - ledger.counts(decode.info.id).reserve == 3
-    decode.release(lease.generation)
-    assert decode.beat(13) == ()
-    assert ledger.counts(decode.info.id).free == 8
-
-
-def test_a_late_opening_leaves_a_newer_offer_alone(ledger: Ledger, decode: Side) -> None:
-    old = placed(ledger, ask("a", 28)).decode
-    ledger.expire(10)
-    new = placed(ledger, ask("b", 28), 10).decode
-    decode.tags.open(old)
-    decode.beat(11)
-    ledger.check_integrity()
-    assert (decode.status("offered"), decode.status("revoked")) == (1, 1)
-    with pytest.raises(StalePlacement):
-        decode.tags.open(new)
-    decode.release(new.generation)
-    decode.release(old.generation)
-    decode.beat(12)
-    assert ledger.counts(decode.info.id).free == 8
-
-
-# -- growth
-
-
-def grown(ledger: Ledger, decode: Side) -> Lease:
-    """A lease of 2 blocks that drew a third."""
-    lease = placed(ledger, ask("a")).decode
-    decode.tags.open(lease)
-    decode.beat(1)
-    assert decode.tags.draw(lease.generation, 1)
-    return lease
-
-
-def test_drawn_blocks_move_from_the_reserve_to_the_lease(ledger: Ledger, decode: Side) -> None:
-    lease = grown(ledger, decode)
-    decode.beat(2)
-    counts = ledger.counts(decode.info.id)
-    assert (counts.free, counts.leased, counts.reserve) == (4, 4, 1)
-    decode.release(lease.generation)
-    decode.beat(3)
-    assert ledger.counts(decode.info.id).free == 8
-
-
-def test_a_grant_whose_answer_was_lost_comes_back(ledger: Ledger, decode: Side) -> None:
-    lease = placed(ledger, ask("a")).decode
-    decode.tags.open(lease)
-    lost = ledger.heartbeat(decode.tags.report(1), 1)
-    assert lost.granted is not None
-    decode.beat(2)
-    assert ledger.counts(decode.info.id).reserve == 1
-    decode.tags.apply(lost)  # too late: its blocks are the ledger's again
-    assert decode.tags.held == 3
-
-
-def test_the_reserve_goes_back_when_nothing_is_open(ledger: Ledger, decode: Side) -> None:
-    decode.release(grown(ledger, decode).generation)
-    decode.beat(2)
-    assert ledger.counts(decode.info.id).reserve == 0
-
-
-def test_what_the_reserve_is_short_of_is_kept_back(ledger: Ledger) -> None:
-    decode = Side(ledger, info("d", blocks=4))
-    leases = [placed(ledger, ask(name)).decode for name in "ab"]
-    for lease in leases:
-        decode.tags.open(lease)
-    decode.beat(1)
-    assert decode.status("shortage") == 2
-    decode.release(leases[0].generation)
-    assert ledger.admit(ask("c"), 1) is None  # 2 free, all of them owed to growth
-    decode.beat(2)
-    assert ledger.counts(decode.info.id).reserve == 1
-    assert ledger.admit(ask("c", 2), 2) is not None
-
-
-# -- revoking
-
-
-def test_revoke_closes_a_lease_when_the_replica_has_closed_it(ledger: Ledger, decode: Side) -> None:
-    lease = placed(ledger, ask("a")).decode
-    decode.tags.open(lease)
-    decode.beat(1)
-    ledger.revoke(RequestId("a"), 1)
-    assert decode.beat(2) == (lease.generation,)
-    assert decode.status("active") == 1
-    decode.tags.close(lease.generation)
-    decode.beat(3)
-    assert ledger.counts(decode.info.id).free == 8
-
-
-def test_a_revoked_offer_ends_at_the_next_report_or_by_time(ledger: Ledger, decode: Side) -> None:
-    placed(ledger, ask("a"))
-    ledger.revoke(RequestId("a"), 1)
-    assert decode.status("offered") == 1
-    decode.beat(2)
-    assert decode.status("offered") == 0
-    placed(ledger, ask("b"), 2)
-    ledger.revoke(RequestId("b"), 2)
-    ledger.expire(12)
-    assert ledger.counts(decode.info.id).free == 8
-
-
-def test_revoke_refuses_an_admission_that_comes_later(ledger: Ledger, decode: Side) -> None:
-    ledger.revoke(RequestId("a"), 0)
-    with pytest.raises(Revoked):
-        ledger.admit(ask("a"), 9.9)
-    ledger.expire(10)
-    assert placed(ledger, ask("a"), 10)
 
 
 # -- replicas that leave

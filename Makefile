@@ -25,7 +25,7 @@ check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=.dev $(BIN)/lint-imports
 	$(BIN)/pytest -q tests/unit
 
 fuzz: dev

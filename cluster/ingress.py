@@ -2,8 +2,8 @@
 
 Only loopback peers are let in: Serve binds the replica's own ports wider than asked, and there are no API keys yet.
 
-`serve.ingress` pickles the routes by value when the class is made. So annotations are evaluated here (there is no import
-from `__future__`), and what the methods use is imported, never defined further down.
+`serve.ingress` pickles the routes by value when the class is made. So annotations are evaluated here (there is no
+import from `__future__`), and what the methods use is imported, never defined further down.
 """
 
 import time

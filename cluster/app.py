@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bifolio.protos.errors import BifolioError
+from bifolio.protos.errors import Unavailable
 
 from .config import ClusterConfig
 from .local import local_ray, require_free
@@ -129,16 +129,17 @@ def serve(config: ClusterConfig) -> int:
 
 def _deploy(config: ClusterConfig, model: Path, report: Any) -> None:
     from ray import serve
+    from ray.exceptions import RayError
 
     from bifolio.kv_manager.actor import start
 
-    start(MANAGER, APPLICATION, config.kv)
-    serve.start(
-        http_options={"host": config.http.host, "port": config.http.port},
-        grpc_options={"port": config.grpc.port, "grpc_servicer_functions": [SERVICER]},
-    )
-    report(f"loading {config.model.source}")
     try:
+        start(MANAGER, APPLICATION, config.kv)
+        serve.start(
+            http_options={"host": config.http.host, "port": config.http.port},
+            grpc_options={"port": config.grpc.port, "grpc_servicer_functions": [SERVICER]},
+        )
+        report(f"loading {config.model.source}")
         serve.run(build(config, model), name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:
-        raise BifolioError(f"the application did not start: {error}") from error
+    except (RayError, RuntimeError) as error:
+        raise Unavailable(f"the cluster did not start: {error}") from error

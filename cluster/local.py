@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,26 +23,24 @@ from bifolio.protos.errors import ConfigError
 
 MARK = "BIFOLIO_CLUSTER"
 SHUTDOWN_S = 20.0  # after this the processes are killed
+LOWEST_PORT, HIGHEST_PORT = 20_000, 32_000  # the system's own begin at 32768
 PORTS_PER_RANGE = 16  # replicas of the ingress, old and new, during a roll-over
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Neighbouring ports that were free a moment ago, below those the system hands out by itself.
 
-
-def free_range(count: int) -> int:
-    """The first of `count` neighbouring free ports, below those that the system hands out by itself."""
-    for first in range(20_000 + os.getpid() % 800 * 15, 32_700 - count, count):
+    The start is random, so that clusters that start together seldom try the same ones.
+    """
+    for _ in range(200):
+        first = random.randrange(LOWEST_PORT, HIGHEST_PORT - count)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-    raise ConfigError(f"no {count} neighbouring free ports below 32700: stop what listens there")
+                stack.enter_context(socket.socket()).bind(("", port))
+            return list(range(first, first + count))
+    raise ConfigError(
+        f"no {count} neighbouring free ports from {LOWEST_PORT} to {HIGHEST_PORT}: stop what listens there"
+    )
 
 
 def require_free(host: str, port: int, field: str) -> None:
@@ -58,9 +57,8 @@ def require_free(host: str, port: int, field: str) -> None:
 
 def environment(directory: Path, mark: str) -> dict[str, str]:
     """Variables that Ray and Serve read when they are imported; children inherit them."""
-    fallback_http, fallback_grpc, stats, metrics = free_ports(4)
-    http = free_range(PORTS_PER_RANGE)
-    grpc = free_range(PORTS_PER_RANGE * 2) + PORTS_PER_RANGE
+    fallback_http, fallback_grpc, stats, metrics, http, *_ = free_ports(4 + 2 * PORTS_PER_RANGE)
+    grpc = http + PORTS_PER_RANGE
     proxy = directory / "ha"
     return {
         MARK: mark,

@@ -5,6 +5,7 @@ Knows nothing about requests. Heavy imports wait until Ray's environment stands.
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from pathlib import Path
@@ -131,6 +132,7 @@ def _deploy(config: ClusterConfig, model: Path, report: Any) -> None:
     from ray import serve
     from ray.exceptions import RayError
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # our own lines say what happens
     from bifolio.kv_manager.actor import start
 
     try:

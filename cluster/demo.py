@@ -6,7 +6,6 @@ Knows the cluster only from outside, as any client does.
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 from rich.console import Console
@@ -36,9 +35,8 @@ def ask(question: str) -> str:
 
 def run() -> int:
     console = Console(highlight=False)
-    began = time.monotonic()
     with spawned(["--model", MODEL, "--prefill", "1", "--decode", "1"]) as cluster:
-        console.print(f"healthy {time.monotonic() - began:.1f} s after the start\n")
+        console.print()
         answers = [
             (
                 "HTTP",

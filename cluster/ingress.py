@@ -73,6 +73,7 @@ class Ingress:
             shape.vocab_size,
             int(time.time()),
         )
+        self._wanted = {"prefill": config.pools.prefill.replicas, "decode": config.pools.decode.replicas}
         self._manager = connect(*manager)
         self._frontend = Frontend(self._manager, decode)
 
@@ -108,10 +109,12 @@ class Ingress:
 
     @api.get("/health")
     async def health(self) -> Response:
-        """200 when a request would be placed: at least one decode replica is alive."""
-        replicas = (await self._status())["replicas"]
-        ready = any(r["role"] == "decode" and r["state"] == "alive" for r in replicas)
-        return JSONResponse({"status": "ok" if ready else "no decode replica is alive"}, 200 if ready else 503)
+        """200 when a request would be placed: a decode replica is alive. Also how many are, of those wanted."""
+        alive = [r["role"] for r in (await self._status())["replicas"] if r["state"] == "alive"]
+        pools = {role: {"alive": alive.count(role), "wanted": wanted} for role, wanted in self._wanted.items()}
+        ready = "decode" in alive
+        status = "ok" if ready else "no decode replica is alive"
+        return JSONResponse({"status": status, "pools": pools}, 200 if ready else 503)
 
     @api.get("/status")
     async def status(self) -> Any:

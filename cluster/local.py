@@ -7,6 +7,7 @@ free ports, and marks its processes with an environment variable that they all i
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
 import shutil
@@ -124,8 +125,9 @@ def _stop(mark: str) -> None:
             ray.shutdown()
 
     worker = threading.Thread(target=orderly, daemon=True)
-    worker.start()
-    worker.join(SHUTDOWN_S)
+    with contextlib.redirect_stdout(io.StringIO()):  # Ray prints that it will retry the shutdown it has just done
+        worker.start()
+        worker.join(SHUTDOWN_S)
     deadline = time.monotonic() + 2.0
     while marked(mark) and time.monotonic() < deadline and not worker.is_alive():
         time.sleep(0.05)

@@ -10,7 +10,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from bifolio.protos.errors import Unavailable
 
 from .local import free_ports
 
+READY = "bifolio: ready"  # how the line begins that `serve` prints
 START_S = 180.0
 STOP_S = 30.0
 
@@ -52,20 +53,25 @@ class SpawnedCluster:
 
 @contextmanager
 def spawned(arguments: Sequence[str], output: IO[bytes] | None = None) -> Iterator[SpawnedCluster]:
-    """Run `bifolio serve` with these arguments until the context ends.
+    """Run `bifolio serve` with these arguments until the context ends; it begins when the cluster is ready.
 
     What the cluster prints goes to `output`, or to our own standard output. Raises Unavailable if it does not become
-    healthy.
+    ready.
     """
     http_port, grpc_port = free_ports(2)
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
     # -P: the current directory may hold folders named like our dependencies
     command = [sys.executable, "-P", "-m", "bifolio.cluster.cli", "serve", *arguments, *ports]
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None)
-    cluster = SpawnedCluster(http_port, grpc_port, process)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    ready = threading.Event()
+    reader = threading.Thread(target=_copy, args=(process, output or sys.stdout.buffer, ready), daemon=True)
+    reader.start()
     try:
-        _wait_until_healthy(cluster)
-        yield cluster
+        if not ready.wait(START_S):
+            raise Unavailable(f"the cluster was not ready within {START_S:.0f} s; its output says more")
+        if (status := process.poll()) is not None:
+            raise Unavailable(f"the cluster ended with status {status} before it was ready; its output says why")
+        yield SpawnedCluster(http_port, grpc_port, process)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -73,17 +79,17 @@ def spawned(arguments: Sequence[str], output: IO[bytes] | None = None) -> Iterat
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        reader.join()
 
 
-def _wait_until_healthy(cluster: SpawnedCluster) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if (status := cluster.process.poll()) is not None:
-            raise Unavailable(f"the cluster ended with status {status} before it was ready; its output says why")
-        try:
-            if cluster.get("/health")[0] == 200:
-                return
-        except (OSError, http.client.HTTPException, ValueError):
-            pass
-        time.sleep(0.2)
-    raise Unavailable(f"the cluster was not healthy within {START_S:.0f} s; its output says more")
+def _copy(process: subprocess.Popen[bytes], output: IO[bytes], ready: threading.Event) -> None:
+    """Copy what the cluster prints, line by line; it is ready when it says so, or has ended."""
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            output.write(line)
+            output.flush()
+            if line.startswith(READY.encode()):
+                ready.set()
+    process.wait()
+    ready.set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -34,7 +34,10 @@ class PoolsConfig(_Frozen):
 class HttpConfig(_Frozen):
     """The OpenAI-compatible door."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address the HTTP port is asked for on.")
+    host: Literal["127.0.0.1", "localhost"] = Field(
+        default="127.0.0.1",
+        description="Where both doors listen: this machine alone, until there are API keys.",
+    )
     port: int = Field(
         default=8000, ge=1, le=65535, description="Port of /v1/completions, /v1/models, /health, /status."
     )

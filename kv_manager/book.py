@@ -59,6 +59,8 @@ class Book:
         self.leases: dict[Generation, Held] = {}
         self.beat = -1  # of the newest report
         self.heard = 0.0  # when it came
+        self.reported = 0  # leases it lists
+        self.held = 0  # blocks it lists: of these leases, and of the reserve
         self.shortage = 0  # blocks the reserve should have and could not get; kept back from offers
         self._free = OrderedDict.fromkeys(BlockId(b) for b in range(1, info.blocks + 1))  # longest free first
         self._reserve: set[BlockId] = set()
@@ -113,6 +115,8 @@ class Book:
         """
         assert report.beat > self.beat, "the ledger drops reports that are not newer"
         self.beat, self.heard = report.beat, now
+        self.reported = len(report.leases)
+        self.held = len(report.reserve) + sum(map(len, report.leases.values()))
         listed = {g: set(b) for g, b in report.leases.items() if self._released.get(g, -1) < report.beat}
         self._released = {g: beat for g, beat in self._released.items() if beat >= report.beat}
         absent = [(g, lease) for g, lease in self.leases.items() if g not in listed]

@@ -205,5 +205,8 @@ def _status(book: Book) -> dict[str, Any]:
         "offered": sum(not lease.active for lease in book.leases.values()),
         "active": sum(lease.active for lease in book.leases.values()),
         "revoked": len(book.revoked()),
+        "beat": book.beat,  # of the replica's newest report, which says:
+        "reported": book.reported,
+        "held": book.held,
         "max_sequences": book.info.max_sequences,
     }

@@ -51,11 +51,11 @@ class EngineConfig(_Frozen):
 
     @model_validator(mode="after")
     def _steps_have_room(self) -> EngineConfig:
-        if self.max_batched_tokens < max(self.block_size, self.max_sequences):
+        least = self.max_sequences + self.block_size
+        if self.max_batched_tokens < least:
             raise ValueError(
-                f"max_batched_tokens is {self.max_batched_tokens}; a step must hold one block "
-                f"(block_size {self.block_size}) and one token of each sequence "
-                f"(max_sequences {self.max_sequences})"
+                f"max_batched_tokens is {self.max_batched_tokens}, but must be at least {least}: a step holds one token "
+                f"of each sequence (max_sequences {self.max_sequences}) and a block (block_size {self.block_size})"
             )
         return self
 

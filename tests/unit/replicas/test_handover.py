@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,30 @@ def test_parts_of_the_time_to_the_first_token_add_up(glassllm_dir):
                     return
 
     run(parts())
+
+
+def test_the_first_block_arrives_before_the_last_chunk_is_computed(glassllm_dir):
+    """The last chunk waits for a block to arrive: were blocks sent only at the end, neither would ever come."""
+
+    async def overlap() -> None:
+        async with pair(glassllm_dir, **SMALL) as it:
+            assert it.prefill is not None
+            arrived = threading.Event()
+            write, compute = it.decode.cache.write, it.prefill.runner.run
+
+            def written(*args):
+                write(*args)
+                arrived.set()
+
+            def computed(batch):
+                if batch.logit_rows.numel():
+                    assert arrived.wait(20), "no block came while the prompt was being computed"
+                return compute(batch)
+
+            it.decode.cache.write, it.prefill.runner.run = written, computed
+            assert len(await it.tokens(it.request(PROMPT * 3, **GREEDY))) == 30
+
+    run(overlap())
 
 
 async def leave_during_prefill(it: Pair) -> None:

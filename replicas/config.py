@@ -54,8 +54,8 @@ class EngineConfig(_Frozen):
         least = self.max_sequences + self.block_size
         if self.max_batched_tokens < least:
             raise ValueError(
-                f"max_batched_tokens is {self.max_batched_tokens}, but must be at least {least}: a step holds one token "
-                f"of each sequence (max_sequences {self.max_sequences}) and a block (block_size {self.block_size})"
+                f"max_batched_tokens is {self.max_batched_tokens}, but must be at least {least}: a step holds a block "
+                f"(block_size {self.block_size}) and one token of each sequence (max_sequences {self.max_sequences})"
             )
         return self
 

@@ -1,0 +1,140 @@
+"""The resume loop, against a scripted manager and scripted decode streams: what Ray would carry, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from types import SimpleNamespace
+
+import pytest
+
+from bifolio.cluster.frontend import Account, Frontend
+from bifolio.protos.errors import Overloaded, ReplicaGone, Unavailable
+from bifolio.protos.messages import (
+    Ask,
+    Delta,
+    Generation,
+    Lease,
+    Placement,
+    ReplicaId,
+    Request,
+    RequestId,
+    Sampling,
+    Timings,
+)
+
+REQUEST = Request(RequestId("r"), (1, 2, 3), Sampling(10), 5.0)
+STALE = Delta(resumable=("StalePlacement", "block 3 went elsewhere", "p#1"))
+
+
+class Manager:
+    """Answers `admit` from the script, or with ever new placements, and notes every call."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = list(answers)
+        self.asks: list[Ask] = []
+        self.calls: list[tuple[object, ...]] = []
+        self.admit = SimpleNamespace(remote=self._admit)
+        self.revoke = SimpleNamespace(remote=lambda *args: self.calls.append(("revoke", *args)))
+        self.report_state = SimpleNamespace(remote=lambda *args: self.calls.append(("report_state", *args)))
+
+    async def _admit(self, ask: Ask) -> Placement:
+        self.asks.append(ask)
+        if self.answers and isinstance(answer := self.answers.pop(0), Exception):
+            raise answer
+        number = len(self.asks)
+        return Placement(ask.request, Lease(ReplicaId(f"d#{number}"), Generation(1, number), ()))
+
+
+class Decode:
+    """The handle: each call plays the next stream of the script."""
+
+    def __init__(self, *streams: list[Delta | Exception]) -> None:
+        self.streams = list(streams)
+        self.requests: list[Request] = []
+        self.cancelled = 0
+
+    def options(self, **_: object) -> Decode:
+        return self
+
+    def remote(self, placement: Placement, request: Request) -> Stream:
+        self.requests.append(request)
+        return Stream(self, self.streams.pop(0))
+
+
+class Stream:
+    def __init__(self, decode: Decode, script: list[Delta | Exception]) -> None:
+        self.decode, self.script = decode, script
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        for each in self.script:
+            if isinstance(each, Exception):
+                raise each
+            yield each
+
+    def cancel(self) -> None:
+        self.decode.cancelled += 1
+
+
+def collect(manager: Manager, decode: Decode, account: Account | None = None) -> list[int]:
+    async def run() -> list[int]:
+        frontend = Frontend(manager, decode)
+        async with aclosing(frontend.generate(REQUEST, account or Account())) as stream:
+            return [token async for tokens, _ in stream for token in tokens]
+
+    return asyncio.run(run())
+
+
+def test_an_attempt_that_ends_early_goes_on_with_the_tokens_it_has():
+    decode = Decode([Delta((7, 8), timings=Timings()), STALE], [Delta((9,), "length")])
+    manager, account = Manager(), Account()
+    assert collect(manager, decode, account) == [7, 8, 9]
+    assert decode.requests[1].generated == (7, 8)
+    assert [ask.tokens for ask in manager.asks] == [3, 5]
+    assert [ask.arrival for ask in manager.asks] == [5.0, 5.0]
+    assert account.resumes == 1
+    assert manager.calls == []
+
+
+def test_the_replica_that_failed_is_avoided():
+    manager = Manager()
+    collect(manager, Decode([STALE], [Delta((9,), "stop")]))
+    assert [ask.exclude for ask in manager.asks] == [(), ("p#1",)]
+
+
+def test_a_lost_decode_replica_is_reported_and_avoided():
+    manager = Manager()
+    collect(manager, Decode([Delta((7,)), ReplicaGone("gone", "d#1")], [Delta((9,), "stop")]))
+    assert ("report_state", "d#1", "dead") in manager.calls
+    assert manager.asks[1].exclude == ("d#1",)
+
+
+def test_three_attempts_without_a_token_are_an_error_and_the_request_is_given_up():
+    manager = Manager()
+    with pytest.raises(Unavailable, match=r"3 attempts.*block 3 went elsewhere"):
+        collect(manager, Decode([STALE], [STALE], [STALE]))
+    assert manager.calls == [("revoke", "r")]
+
+
+def test_a_token_is_progress_and_attempts_are_counted_anew():
+    streams = [[STALE], [STALE], [Delta((7,)), STALE], [STALE], [Delta((8,), "stop")]]
+    assert collect(Manager(), Decode(*streams)) == [7, 8]
+
+
+def test_what_admission_refuses_is_refused():
+    manager = Manager(Overloaded("full", 3.0))
+    with pytest.raises(Overloaded):
+        collect(manager, Decode())
+    assert manager.calls == [("revoke", "r")]
+
+
+def test_leaving_closes_the_stream_and_gives_the_request_up():
+    async def leave() -> None:
+        async with aclosing(Frontend(manager, decode).generate(REQUEST, Account())) as stream:
+            await anext(stream)
+
+    manager, decode = Manager(), Decode([Delta((7,)), Delta((8,), "stop")])
+    asyncio.run(leave())
+    assert decode.cancelled == 1
+    assert manager.calls == [("revoke", "r")]

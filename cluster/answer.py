@@ -6,6 +6,7 @@ string; the last piece says why the answer ends and what it cost.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -46,10 +47,9 @@ async def answer(query: Query, served: Served, frontend: Frontend) -> AsyncGener
     """The pieces of one answer. Closing the generator is the cancel. Raises what `resolve` and the frontend raise."""
     account = Account()
     check_model(query.model, served.name)
-    prompt, sampling, stops = resolve(
-        query, served.tokenizer, served.context_length, served.vocab_size, lambda: secrets.randbits(63)
+    prompt, sampling, stops = await asyncio.to_thread(  # a long text takes a while, and other answers go on meanwhile
+        resolve, query, served.tokenizer, served.context_length, served.vocab_size, lambda: secrets.randbits(63)
     )
-    account.prepared = account.elapsed()
     request = Request(query.id, prompt, sampling, arrival=time.time())
     detokenizer = Detokenizer(served.tokenizer, stops)
     count = 0
@@ -72,19 +72,18 @@ async def answer(query: Query, served: Served, frontend: Frontend) -> AsyncGener
 def _usage(request: Request, completion_tokens: int, account: Account) -> pb.Usage:
     parts, placement = account.timings, account.placement
     assert placement is not None
-    queue = account.admitted + parts.queue
     return pb.Usage(
         prompt_tokens=len(request.prompt),
         completion_tokens=completion_tokens,
         seed=request.sampling.seed,
         timings=pb.Timings(
             ttft=account.ttft,
-            queue=queue,
+            queue=account.waited + parts.queue,
             prefill=parts.prefill,
             transfer=parts.transfer,
             first_decode=parts.first_decode,
             # Durations, each of one clock: what the ingress waited for the first token, less what decode spent on it
-            overhead=account.ttft - account.admitted - parts.elapsed,
+            overhead=account.ttft - account.waited - parts.elapsed,
             total=account.elapsed(),
         ),
         route=pb.Route(

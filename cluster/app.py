@@ -13,10 +13,12 @@ from types import FrameType
 from typing import Any
 
 from bifolio.protos.errors import Unavailable
+from bifolio.replicas.model_files import check_model
 
 from .config import ClusterConfig
 from .local import local_ray, require_free
 from .models import resolve
+from .tokenizer import Tokenizer
 
 APPLICATION = "bifolio"
 MANAGER = "kv-manager"
@@ -104,6 +106,8 @@ def _handle_signals() -> None:
 def serve(config: ClusterConfig) -> int:
     """Run the cluster on this machine until SIGINT or SIGTERM. Returns the exit status."""
     model = resolve(config.model.source)
+    check_model(model)  # what is wrong with a model is said here, not by replicas that cannot start
+    Tokenizer.load(model)
     require_free(config.http.host, config.http.port, "http.port")
     require_free(config.http.host, config.grpc.port, "grpc.port")
     began = time.monotonic()
@@ -122,7 +126,7 @@ def serve(config: ClusterConfig) -> int:
             report(f"ready: http://{host}:{config.http.port}/v1/completions and grpc://{host}:{config.grpc.port}")
             while True:
                 signal.pause()
-    except _Stop:
+    except (_Stop, SystemExit):  # SystemExit: from the handler that Ray puts in ray.init, for as long as that runs
         return 0
     finally:
         report("stopped")

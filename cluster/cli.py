@@ -161,7 +161,7 @@ def _status(args: argparse.Namespace) -> int:
         table.add_column(name, justify="right" if name in counts else "left")
     for replica in status["replicas"]:
         table.add_row(*(str(replica[name]) for name in words + counts))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)  # in a pipe nothing is cut off
     return 0
 
 
@@ -170,7 +170,8 @@ def _get_json(url: str) -> Any:
     import urllib.request
 
     try:
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through $http_proxy
+        with direct.open(url, timeout=10) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
         with error:

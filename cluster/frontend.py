@@ -18,32 +18,49 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
-from bifolio.protos.errors import ReplicaGone, Resumable, Unavailable
+from bifolio.protos.errors import BifolioError, Preempted, ReplicaGone, Resumable, Unavailable
 from bifolio.protos.messages import Ask, Delta, FinishReason, Moved, Placement, ReplicaId, Request, Timings
 
 logger = logging.getLogger(__name__)
 
 MOST_TRIES = 3  # attempts in a row that bring no token
+PAUSE_S = 0.05  # before the next attempt, for each that brought no token
 MANAGER_S = 10.0  # how long a request waits for a KV manager that is being restarted
 
 
 @dataclass(slots=True)
 class Account:
-    """What an answer cost, kept while it streams. Times are seconds since the request's arrival or durations."""
+    """What an answer cost, kept while it streams. Times are durations in seconds."""
 
     began: float = field(default_factory=time.monotonic)
-    prepared: float = 0.0  # validated and tokenized
-    admitted: float = 0.0  # waited for the first placement
+    waited: float = 0.0  # for admission, and in attempts that failed, before the first token
     ttft: float = 0.0
-    timings: Timings = field(default_factory=Timings)
-    moved: Moved = field(default_factory=Moved)
+    timings: Timings = field(default_factory=Timings)  # of the attempt that brought the first token
+    moved: Moved = field(default_factory=Moved)  # of the last attempt, as is the placement
     placement: Placement | None = None
     resumes: int = 0
 
     def elapsed(self) -> float:
         return time.monotonic() - self.began
+
+    def admitted(self, placement: Placement, waited: float) -> None:
+        self.placement = placement
+        if self.ttft == 0.0:
+            self.waited += waited
+
+    def first_token(self, delta: Delta) -> None:
+        """Enter the first tokens of an attempt; later ones say nothing new."""
+        if delta.moved is not None:
+            self.moved = delta.moved
+        if delta.timings is not None and self.ttft == 0.0:
+            self.ttft, self.timings = self.elapsed(), delta.timings
+
+    def resumed(self, spent: float) -> None:
+        self.resumes += 1
+        if self.ttft == 0.0:
+            self.waited += spent
 
 
 class Frontend:
@@ -66,38 +83,55 @@ class Frontend:
         try:
             while not done:
                 placement = await self._admit(request, avoid, account)
-                cause: Resumable | None = None
+                began = time.monotonic()
+                cause = Resumable("the decode stream ended without a reason", placement.decode.replica)
                 try:
                     async with aclosing(self._attempt(placement, request)) as deltas:
                         async for delta in deltas:
                             if delta.resumable is not None:
-                                name, message, replica = delta.resumable
-                                cause = Resumable(f"{name}: {message}", replica)
+                                cause = self._cause(*delta.resumable)
                             if delta.tokens:
-                                self._first(delta, account)
+                                account.first_token(delta)
                                 request = replace(request, generated=request.generated + delta.tokens)
                                 tries = 0
                                 done = delta.finish is not None
                                 yield delta.tokens, delta.finish
-                except (RayActorError, ReplicaGone) as error:
-                    lost = placement.decode.replica
-                    cause = Resumable(f"decode replica {lost} is gone: {error!r}", lost)
-                    self._manager.report_state.remote(lost, "dead")
+                except Exception as error:
+                    cause = self._lost(placement, error)
                 if done:
                     return
-                cause = cause or Resumable("the decode stream ended without a reason")
-                tries += 1
-                account.resumes += 1
-                logger.warning("request %s: attempt %d ended: %s", request.id, tries, cause.message)
+                tries += not isinstance(cause, Preempted)  # it waits for its turn again, nothing has failed
+                logger.warning("request %s: an attempt ended: %s", request.id, cause.message)
                 if tries >= MOST_TRIES:
                     raise Unavailable(
                         f"{tries} attempts in a row brought no token; the last ended with {cause.message}"
                     )
                 if cause.replica is not None:
                     avoid = (*avoid, ReplicaId(cause.replica))
+                await asyncio.sleep(PAUSE_S * tries)
+                account.resumed(time.monotonic() - began)
         finally:
             if not done:
                 self._manager.revoke.remote(request.id)  # one way; whatever it still holds or waits for
+
+    def _cause(self, name: str, message: str, replica: str | None) -> Resumable:
+        """Why a decode stream ended early, in its own words. A prefill replica that is gone is reported."""
+        if name == ReplicaGone.__name__ and replica is not None:
+            self._manager.report_state.remote(replica, "dead")
+        kind = Preempted if name == Preempted.__name__ else Resumable
+        return kind(f"{name}: {message}", replica)
+
+    def _lost(self, placement: Placement, error: Exception) -> Resumable:
+        """Why a decode stream broke: whatever Serve or the network raised, the replica is not to be relied on."""
+        ours = own_error(error)
+        replica = placement.decode.replica
+        if isinstance(ours, ReplicaGone):  # Serve no longer offers it: it is leaving, and finishes what it has
+            self._manager.report_state.remote(replica, "draining")
+        elif isinstance(ours, BifolioError):
+            raise ours
+        elif isinstance(error, RayActorError):
+            self._manager.report_state.remote(replica, "dead")
+        return Resumable(f"the stream of decode replica {replica} broke: {error!r}", replica)
 
     async def _admit(self, request: Request, avoid: tuple[ReplicaId, ...], account: Account) -> Placement:
         """Waits as long as the KV manager lets it, and a moment for a manager that is restarting."""
@@ -113,22 +147,24 @@ class Frontend:
                         f"the KV manager does not answer; try again in some seconds: {error!r}"
                     ) from error
                 await asyncio.sleep(0.1)
-        if account.placement is None:
-            account.admitted = time.monotonic() - began
-        account.placement = placement
+            except RayError as error:
+                raise own_error(error) or error from error
+        account.admitted(placement, time.monotonic() - began)
         return placement
 
     async def _attempt(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
         stream = self._decode.remote(placement, request)
+        ended = False
         try:
             async for delta in stream:
+                ended = delta.finish is not None or delta.resumable is not None
                 yield delta
         finally:
-            stream.cancel()
+            if not ended:
+                stream.cancel()
 
-    @staticmethod
-    def _first(delta: Delta, account: Account) -> None:
-        """Enter the parts of the time to the first token; those of a resume do not count."""
-        if account.ttft == 0.0 and delta.timings is not None and delta.moved is not None:
-            account.ttft = account.elapsed()
-            account.timings, account.moved = delta.timings, delta.moved
+
+def own_error(error: BaseException) -> BifolioError | None:
+    """The error of ours that Ray has wrapped, as it was raised."""
+    cause = getattr(error, "cause", error)
+    return cause if isinstance(cause, BifolioError) else None

@@ -16,13 +16,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from ray import serve
+from ray.exceptions import RayActorError
 from starlette.responses import Response
 
 from bifolio.kv_manager.actor import connect
 from bifolio.protos import inference_pb2 as pb
-from bifolio.protos.errors import BifolioError, PeerRefused
+from bifolio.protos.errors import BifolioError, Unavailable
 from bifolio.protos.messages import RequestId
-from bifolio.replicas.weights import model_config
+from bifolio.replicas.model_files import model_config
 
 from .answer import Piece, Served, answer
 from .completions import events, whole
@@ -30,21 +31,16 @@ from .config import ClusterConfig
 from .convert import query_from_pb
 from .frontend import Frontend
 from .openai import CompletionFormat, error_response, parse
-from .peers import admitted, require_loopback
+from .peers import OnlyLoopback
 from .query import check_model
 from .responses import StreamedResponse
+from .rpc import call
 from .tokenizer import Tokenizer
 
 api = FastAPI(title="Bifolio", docs_url=None, redoc_url=None)
 
 
-@api.middleware("http")
-async def _only_loopback(request: Request, call_next: Any) -> Any:
-    try:
-        require_loopback(request.client.host if request.client else None)
-    except PeerRefused as error:
-        return _error(error)
-    return await call_next(request)
+api.add_middleware(OnlyLoopback)
 
 
 @api.exception_handler(BifolioError)
@@ -121,13 +117,16 @@ class Ingress:
         return await self._status()
 
     async def _status(self) -> dict[str, Any]:
-        snapshot: dict[str, Any] = await self._manager.snapshot.remote()
+        try:
+            snapshot: dict[str, Any] = await self._manager.snapshot.remote()
+        except RayActorError as error:
+            raise Unavailable(f"the KV manager does not answer; it is being restarted: {error}") from error
         return {"model": self._served.name, **snapshot}
 
     # gRPC: Serve calls the methods of bifolio.v1.Inference by name
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        with admitted(grpc_context):
+        with call(grpc_context):
             id = RequestId(f"gen-{uuid.uuid4().hex}")
             async with aclosing(self._answer(query_from_pb(request, id))) as pieces:
                 async for piece in pieces:
@@ -141,7 +140,7 @@ class Ingress:
                         )
 
     async def ListModels(self, request: pb.ListModelsRequest, grpc_context: Any) -> pb.ListModelsResponse:
-        with admitted(grpc_context):
+        with call(grpc_context):
             served = self._served
             model = pb.Model(id=served.name, created=served.created, context_length=served.context_length)
             return pb.ListModelsResponse(models=[model])

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -63,7 +64,8 @@ def environment(directory: Path, mark: str) -> dict[str, str]:
     proxy = directory / "ha"
     return {
         MARK: mark,
-        "RAY_AUTH_MODE": "disabled",  # loopback only, and no token is written to the user's home
+        "RAY_AUTH_MODE": "token",  # Ray's own ports are not on loopback alone
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # inherited, never written to a file
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",  # with the next: 5 times less CPU per token, and no lost gRPC cancels
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -100,6 +102,7 @@ def local_ray(report: Callable[[str], None]) -> Iterator[None]:
         import ray
 
         ray.init(
+            address="local",  # also where RAY_ADDRESS names another cluster
             num_cpus=os.cpu_count(),
             include_dashboard=False,
             log_to_driver=False,
@@ -115,12 +118,13 @@ def local_ray(report: Callable[[str], None]) -> Iterator[None]:
 
 
 def _stop(mark: str) -> None:
-    import ray
-    from ray import serve
-
     def orderly() -> None:
         with contextlib.suppress(Exception):
-            serve.shutdown()
+            import ray
+            from ray import serve
+
+            if ray.is_initialized():  # or the next line would start another Ray, to look whether Serve runs there
+                serve.shutdown()
         with contextlib.suppress(Exception):
             ray.shutdown()
 
@@ -131,9 +135,11 @@ def _stop(mark: str) -> None:
     deadline = time.monotonic() + 2.0
     while marked(mark) and time.monotonic() < deadline and not worker.is_alive():
         time.sleep(0.05)
-    for pid in marked(mark):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    while left := marked(mark):  # again: what is being killed may have started another one meanwhile
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def marked(mark: str) -> list[int]:

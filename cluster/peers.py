@@ -1,33 +1,26 @@
-"""Who may ask, and how a gRPC call learns what went wrong. Knows nothing about models or requests."""
+"""Who may ask. Knows nothing about models or requests."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
-import grpc
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from bifolio.protos.errors import BifolioError, PeerRefused, status_of
+from bifolio.protos.errors import PeerRefused
+
+from .openai import error_response
 
 
 def require_loopback(peer: str | None) -> None:
-    """Raise PeerRefused for an IP address of another machine; None or empty is a connection without one."""
-    if peer and not ipaddress.ip_address(peer).is_loopback:
-        raise PeerRefused(f"connections from {peer} are refused: only this machine may ask, until API keys are set")
-
-
-@contextmanager
-def admitted(context: Any) -> Iterator[None]:
-    """Around a gRPC method: refuses strangers, and gives the call the status of the error it ends with."""
+    """Raise PeerRefused unless `peer` is an address of this machine's loopback; None is a unix socket."""
     try:
-        require_loopback(address_of(context.peer()))
-        yield
-    except BifolioError as error:
-        context.set_code(grpc.StatusCode[status_of(error)[0]])
-        context.set_details(error.message)
-        raise
+        address = ipaddress.ip_address(peer or "127.0.0.1")
+    except ValueError:
+        raise PeerRefused(f"connections from {peer} are refused: it is no IP address") from None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    if not (mapped or address).is_loopback:
+        raise PeerRefused(f"connections from {peer} are refused: only this machine may ask, until API keys are set")
 
 
 def address_of(peer: str) -> str | None:
@@ -36,3 +29,20 @@ def address_of(peer: str) -> str | None:
     if kind not in ("ipv4", "ipv6"):
         return None
     return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+
+
+class OnlyLoopback:
+    """ASGI middleware: HTTP requests of other machines end here."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                require_loopback((scope.get("client") or (None,))[0])
+            except PeerRefused as error:
+                status, headers, content = error_response(error)
+                await JSONResponse(content, status, headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -79,7 +79,7 @@ def spawned(arguments: Sequence[str], output: IO[bytes] | None = None) -> Iterat
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        reader.join()
+        reader.join(STOP_S)
 
 
 def _copy(process: subprocess.Popen[bytes], output: IO[bytes], ready: threading.Event) -> None:

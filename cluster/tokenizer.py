@@ -59,7 +59,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Special tokens written in the text are recognised, as in transformers."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=self._post_process).ids
+        # A batch of one: unlike `encode` it lets other threads run, and a long text takes seconds
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=self._post_process)
+        ids: list[int] = encoding.ids
         return self._prefix + ids
 
     def decode(self, ids: Iterable[int]) -> str:

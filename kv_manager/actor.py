@@ -18,6 +18,7 @@ the error itself is its `cause`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -27,12 +28,12 @@ from typing import Any, Literal, TypeVar, cast
 import ray
 
 from bifolio.protos.messages import (
-    Answer,
     Ask,
     Generation,
     Placement,
     ReplicaId,
     ReplicaInfo,
+    Reply,
     Report,
     RequestId,
 )
@@ -40,6 +41,8 @@ from bifolio.protos.messages import (
 from .admission import AdmissionQueue, Outcome
 from .config import KvConfig
 from .ledger import Ledger
+
+logger = logging.getLogger(__name__)
 
 # Calls over the bound must get in, so that the queue refuses the latest arrival: else Ray would hold them back.
 SPARE_WAITERS = 256
@@ -65,7 +68,7 @@ class KvManager:
         """Waits for blocks. Raises DoesNotFit, Overloaded, or Revoked."""
         future: Future[Placement] = Future()
         with self._lock:
-            now = time.time()
+            now = time.monotonic()
             self._settle(self._queue.revoke(ask.request, "it was admitted again"))
             self._waiters[ask.request] = future
             self._settle(self._queue.push(ask, now))
@@ -78,23 +81,23 @@ class KvManager:
 
     async def revoke(self, request: RequestId) -> None:
         with self._lock:
-            now = time.time()
+            now = time.monotonic()
             self._settle(self._queue.revoke(request, "it was cancelled"))
             self._ledger.revoke(request, now)
             self._pump(now)
 
     async def register(self, info: ReplicaInfo, report: Report) -> None:
         with self._lock:
-            now = time.time()
+            now = time.monotonic()
             self._ledger.register(info, report, now)
             self._pump(now)
 
-    async def heartbeat(self, report: Report) -> Answer:
+    async def heartbeat(self, report: Report) -> Reply:
         with self._lock:
-            now = time.time()
-            answer = self._ledger.heartbeat(report, now)
+            now = time.monotonic()
+            reply = self._ledger.heartbeat(report, now)
             self._pump(now)
-            return answer
+            return reply
 
     async def activate(self, generation: Generation) -> None:
         with self._lock:
@@ -103,12 +106,13 @@ class KvManager:
     async def release(self, replica: ReplicaId, generation: Generation, beat: int) -> None:
         with self._lock:
             self._ledger.release(replica, generation, beat)
-            self._pump(time.time())
+            self._pump(time.monotonic())
 
     async def report_state(self, replica: ReplicaId, state: Literal["dead", "draining"]) -> None:
         with self._lock:
-            self._ledger.report_state(replica, state)
-            self._pump(time.time())
+            now = time.monotonic()
+            self._ledger.report_state(replica, state, now)
+            self._pump(now)
 
     async def snapshot(self) -> dict[str, Any]:
         with self._lock:
@@ -132,11 +136,17 @@ class KvManager:
     def _tick(self, every: float) -> None:
         while True:
             time.sleep(every)
-            with self._lock:
-                now = time.time()
-                self._ledger.expire(now)
-                self._settle(self._queue.expire(now))
-                self._pump(now)
+            try:
+                self._expire()
+            except Exception:  # a bug of ours: without this thread nothing would ever expire again
+                logger.exception("expiry failed, going on")
+
+    def _expire(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._ledger.expire(now)
+            self._settle(self._queue.expire(now, any_decode=self._ledger.has_decode()))
+            self._pump(now)
 
 
 def start(name: str, namespace: str, config: KvConfig) -> Any:

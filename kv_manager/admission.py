@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bifolio.protos.errors import Overloaded, Revoked
+from bifolio.protos.errors import Overloaded, Revoked, Unavailable
 from bifolio.protos.messages import Ask, Placement, RequestId
 
 from .config import KvConfig
@@ -65,10 +65,15 @@ class AdmissionQueue:
             outcomes.append((ask.request, result))
         return outcomes
 
-    def expire(self, now: float) -> list[Outcome]:
+    def expire(self, now: float, *, any_decode: bool = True) -> list[Outcome]:
+        """Refuses those who waited too long. `any_decode`: whether a decode replica is there to wait for."""
         limit = self._config.admission_wait_s
         late = [w for w in self._waiting if now - w.since >= limit]
-        outcomes = [self._refuse(w, f"no blocks came free in {limit:g} s", now) for w in late]
+        if any_decode:
+            outcomes = [self._refuse(w, f"no blocks came free in {limit:g} s", now) for w in late]
+        else:
+            message = f"no decode replica has been alive for {limit:g} s; see `bifolio status`"
+            outcomes = [(w.ask.request, Unavailable(message)) for w in late]
         self._waiting = [w for w in self._waiting if now - w.since < limit]
         return outcomes
 

@@ -12,8 +12,8 @@ A lease of the book:
        └── its time passes, or release, or revoked and absent from a report ──────────────────▶ closed
 
 The replica is the last word on its blocks and its report is complete, so a report newer than the last decides
-alone: what it lists is held, what it does not list is not. In particular reserve blocks granted in an answer
-are free again if the next report lacks them: the replica ignores every answer but the one to its newest
+alone: what it lists is held, what it does not list is not. In particular reserve blocks granted in a reply
+are free again if the next report lacks them: the replica ignores every reply but the one to its newest
 report.
 """
 
@@ -49,13 +49,14 @@ class Held:
     until: float  # the end of the offer
     active: bool = False
     listed: bool = False  # by a report: from then on a report without it closes it
-    revoked: bool = False  # named in every answer until it is gone
+    revoked: bool = False  # named in every reply until it is gone
 
 
 class Book:
     def __init__(self, info: ReplicaInfo) -> None:
         self.info = info
-        self.state: State = "alive"
+        self.draining = False  # in its own words
+        self.shunned_until = 0.0  # a peer says it is leaving; that holds for a while, in case the peer was wrong
         self.leases: dict[Generation, Held] = {}
         self.beat = -1  # of the newest report
         self.heard = 0.0  # when it came
@@ -68,6 +69,10 @@ class Book:
         self._released: dict[Generation, int] = {}  # closed at this beat; reports up to it may still list it
 
     # -- what policies ask
+
+    @property
+    def state(self) -> State:
+        return "draining" if self.draining or self.shunned_until else "alive"
 
     @property
     def free(self) -> int:
@@ -101,6 +106,8 @@ class Book:
             self.leases[generation].revoked = True
 
     def expire(self, now: float) -> None:
+        if now >= self.shunned_until:
+            self.shunned_until = 0.0
         for generation in [g for g, lease in self.leases.items() if not lease.active and now >= lease.until]:
             self._close(generation)
 
@@ -114,7 +121,7 @@ class Book:
         (`epoch` None), live on.
         """
         assert report.beat > self.beat, "the ledger drops reports that are not newer"
-        self.beat, self.heard = report.beat, now
+        self.beat, self.heard, self.draining = report.beat, now, report.draining
         self.reported = len(report.leases)
         self.held = len(report.reserve) + sum(map(len, report.leases.values()))
         listed = {g: set(b) for g, b in report.leases.items() if self._released.get(g, -1) < report.beat}

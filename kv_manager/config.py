@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class KvConfig(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     offer_ttl_s: float = Field(
         default=10.0, ge=0.1, le=600, description="An offered lease that nobody opens dies after this long."
@@ -49,10 +49,11 @@ class KvConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _one_lost_heartbeat_is_no_silence(self) -> KvConfig:
-        if self.silence_s < 2 * self.heartbeat_s:
-            raise ValueError(
-                f"silence_s is {self.silence_s:g}, but must be at least twice heartbeat_s "
-                f"({self.heartbeat_s:g}): a single lost heartbeat would remove the replica"
-            )
+    def _a_lost_heartbeat_is_no_silence(self) -> KvConfig:
+        for name, what in (("silence_s", "remove the replica"), ("offer_ttl_s", "end a lease that is being opened")):
+            if getattr(self, name) < 3 * self.heartbeat_s:
+                raise ValueError(
+                    f"{name} is {getattr(self, name):g}, but must be at least three times heartbeat_s "
+                    f"({self.heartbeat_s:g}): a heartbeat that is late would {what}"
+                )
         return self

@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Revoked
 from bifolio.protos.messages import (
-    Answer,
     Ask,
     Generation,
     Lease,
     Placement,
     ReplicaId,
     ReplicaInfo,
+    Reply,
     Report,
     RequestId,
     Role,
@@ -122,23 +122,23 @@ class Ledger:
         book.reconcile(report, now, epoch=None)
         self._books[info.id] = book
 
-    def heartbeat(self, report: Report, now: float) -> Answer:
+    def heartbeat(self, report: Report, now: float) -> Reply:
         book = self._books.get(report.replica)
         if book is None:
-            return Answer(report.beat, known=False)
-        if report.beat <= book.beat:  # overtaken; the replica ignores the answer as well
-            return Answer(report.beat)
+            return Reply(report.beat, known=False)
+        if report.beat <= book.beat:  # overtaken; the replica ignores the reply as well
+            return Reply(report.beat)
         book.reconcile(report, now, self.epoch)
         granted = book.refill(report.reserve_wanted, self._next_generation())
-        return Answer(report.beat, revoked=book.revoked(), granted=granted)
+        return Reply(report.beat, revoked=book.revoked(), granted=granted)
 
-    def report_state(self, replica: ReplicaId, state: Literal["dead", "draining"]) -> None:
-        """What a peer says of a replica. A false "dead" heals: the next heartbeat makes the replica register
-        again."""
+    def report_state(self, replica: ReplicaId, state: Literal["dead", "draining"], now: float) -> None:
+        """What a peer says of a replica. A false word heals: after "dead" the next heartbeat makes the replica register
+        again, and "draining" holds for `silence_s`, unless the replica says so itself."""
         if state == "dead":
             self._books.pop(replica, None)
         elif book := self._books.get(replica):
-            book.state = state
+            book.shunned_until = now + self._config.silence_s
 
     def expire(self, now: float) -> None:
         for book in list(self._books.values()):
@@ -153,6 +153,10 @@ class Ledger:
 
     def counts(self, replica: ReplicaId) -> Counts:
         return self._books[replica].counts()
+
+    def has_decode(self) -> bool:
+        """Whether any decode replica takes new work."""
+        return any(book.state == "alive" for book in self._pool("decode"))
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         return tuple(book.info for book in self._books.values())

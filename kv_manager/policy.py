@@ -2,8 +2,7 @@
 
 able    alive, and the request can ever fit; not excluded, but see `able_decodes`
 room    a free sequence slot, and free blocks beyond what the replica's reserve is short of
-best    fewest leases, then most free blocks, then the id: load first, because a sequence slows all others
-of its
+best    fewest leases, then most free blocks, then the id: load first, because a sequence slows all others of its
         replica, while free blocks only matter when they run out
 """
 

@@ -1,7 +1,7 @@
 """The decode side of the transfer: opens a Prefill stream, copies its blocks, and vouches for what it got.
 
 Knows nothing about engines or placements. However a stream fails, it ends as one of our errors: the one the
-prefill side raised, Revoked after a cancel, TransferFailed for everything else.
+prefill side raised, Revoked after a cancel, ReplicaGone when the connection broke, TransferFailed for the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import grpc
 
-from bifolio.protos.errors import BifolioError, Revoked, TransferFailed
+from bifolio.protos.errors import BifolioError, ReplicaGone, Revoked, TransferFailed
 from bifolio.protos.messages import BlockId, Commit, Start
 
 from .channels import Channels
@@ -129,7 +129,8 @@ def _translated(error: grpc.RpcError | Malformed, address: str) -> BifolioError:
     for cls in _family(BifolioError):
         if cls.__name__ in names:
             return cls(details)
-    return TransferFailed(f"the Prefill stream from {address} broke: {error.code().name}: {details}")
+    kind = ReplicaGone if error.code() is grpc.StatusCode.UNAVAILABLE else TransferFailed
+    return kind(f"the Prefill stream from {address} broke: {error.code().name}: {details}")
 
 
 def _family(cls: type[BifolioError]) -> Iterator[type[BifolioError]]:

@@ -11,7 +11,7 @@ A placement is opened only if every block is free here and its tag is older than
 generation opens at most once, and never after its blocks were granted again: the ledger may be wrong, two
 leases never share a block.
 
-The caller sends one report at a time and applies its answer before the next: only the answer to the newest
+The caller sends one report at a time and applies its reply before the next: only the reply to the newest
 report counts, which is what lets the ledger take back grants that this side never saw.
 """
 
@@ -21,7 +21,7 @@ import threading
 from collections import deque
 
 from bifolio.protos.errors import StalePlacement
-from bifolio.protos.messages import Answer, BlockId, Generation, Lease, ReplicaId, Report
+from bifolio.protos.messages import BlockId, Generation, Lease, ReplicaId, Reply, Report
 
 NEVER = Generation(0, 0)
 
@@ -128,22 +128,22 @@ class BlockTags:
             self._unmet, self._news = 0, False
             self._beat += 1
             leases = {generation: tuple(blocks) for generation, blocks in self._leases.items()}
-            return Report(self.replica, self._beat, self._seen, leases, tuple(self._reserve), wanted)
+            return Report(self.replica, self._beat, leases, tuple(self._reserve), wanted)
 
-    def apply(self, answer: Answer) -> tuple[Generation, ...]:
+    def apply(self, reply: Reply) -> tuple[Generation, ...]:
         """Takes the grant in. Returns the revoked leases that are open: the caller aborts their sequences."""
         with self._lock:
-            if answer.beat != self._beat or answer.beat == self._seen:
+            if reply.beat != self._beat or reply.beat == self._seen:
                 return ()
-            self._seen = answer.beat
-            if answer.granted is not None:
-                for block in answer.granted.blocks:
+            self._seen = reply.beat
+            if reply.granted is not None:
+                for block in reply.granted.blocks:
                     # an expired offer may have been opened since the report: its blocks are taken
                     if self._owners[block] is None:
-                        self._tags[block] = answer.granted.generation
+                        self._tags[block] = reply.granted.generation
                         self._reserve.append(block)
                         self._in_reserve.add(block)
-            return tuple(generation for generation in answer.revoked if generation in self._leases)
+            return tuple(generation for generation in reply.revoked if generation in self._leases)
 
     def _wanted(self) -> int:
         """The growth of the last seconds, but a block for each open lease, and what one sequence is waiting

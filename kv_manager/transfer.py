@@ -115,7 +115,7 @@ class PrefillServer:
         self._server = grpc.server(
             self._threads,
             handlers=[grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})],
-            maximum_concurrent_rpcs=max_streams,
+            maximum_concurrent_rpcs=max_streams + 2,  # a lease comes back before its stream has quite ended
             options=[
                 *channel_options(keepalive_s),
                 ("grpc.so_reuseport", 0),  # a second server on this port is an error, not a silent sharer

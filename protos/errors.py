@@ -16,7 +16,8 @@ allowed and what to do. All errors pickle, because they cross Ray and process bo
     └── Resumable              this attempt is over, the request is not: place it again with the tokens it has
         ├── StalePlacement     a block of the placement belongs to another lease by now
         ├── ReplicaGone        the replica named in the placement is not (or no longer) there
-        ├── TransferFailed     the Prefill stream broke, or its content does not match the manifest
+        ├── TransferFailed     the Prefill stream was refused, or its content does not match the manifest
+        ├── EngineFailed       a step of the replica's engine raised
         ├── Preempted          out of blocks; a request that arrived earlier keeps them
         └── Draining           the replica is leaving
 """
@@ -102,6 +103,10 @@ class ReplicaGone(Resumable):
 
 
 class TransferFailed(Resumable):
+    pass
+
+
+class EngineFailed(Resumable):
     pass
 
 

@@ -130,19 +130,19 @@ class ReplicaInfo:
 class Report:
     """A replica's word on its own blocks, complete: what is not listed is not held.
 
-    `beat` counts the replica's reports; `seen` is the last beat whose answer it has applied.
+    `beat` counts the replica's reports.
     """
 
     replica: ReplicaId
     beat: int
-    seen: int
     leases: dict[Generation, tuple[BlockId, ...]] = field(default_factory=dict)
     reserve: tuple[BlockId, ...] = ()  # granted for growth and not drawn yet
     reserve_wanted: int = 0
+    draining: bool = False  # the replica is leaving and takes no new work
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """The manager's reply to a report."""
 
     beat: int

@@ -1,54 +1,60 @@
 """The line between a replica and the KV manager: its registration, its heartbeat, its releases.
 
 Lives on the replica's event loop. Knows nothing about what the leases are for. A silent manager stops nobody: streams
-go on from the reserve, and the next answer, or a new registration, puts the ledger right.
+go on from the reserve, and the next reply, or a new registration, puts the ledger right.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from bifolio.kv_manager.actor import connect
-from bifolio.protos.messages import Answer, Generation, ReplicaInfo
+from bifolio.protos.messages import Generation, ReplicaInfo, Reply, Report
 
 from .core import Core, ReplicaSpec
 
 logger = logging.getLogger(__name__)
 
+GOODBYE_S = 2.0  # for the manager to hear that the replica leaves
 QUICKEST_S = 0.02  # between two beats, however often one is asked for
 
 
 class Beat:
-    """`revoked` is called, on the event loop, with each open lease that the manager takes back."""
-
-    def __init__(self, core: Core, spec: ReplicaSpec, revoked: Callable[[Generation], None]) -> None:
+    def __init__(self, core: Core, spec: ReplicaSpec) -> None:
         self._core = core
         self._kv = spec.kv
         self._manager: Any = connect(*spec.manager)
-        self._revoked = revoked
         self._now = asyncio.Event()
+        self._draining = False
         self._task: asyncio.Task[None] | None = None
-        self._info = core.info()
 
-    async def start(self, info: ReplicaInfo) -> None:
-        """Introduce the replica; from now on it is given work."""
-        self._info = info
-        await self._register()
+    async def start(self, info: ReplicaInfo, revoked: Callable[[Generation], None]) -> None:
+        """Introduce the replica; from now on it is given work.
+
+        `revoked` is called, on the event loop, with each open lease that the manager takes back. Raises
+        GeometryMismatch when another replica of this model holds other blocks.
+        """
+        self._info, self._revoked = info, revoked
+        await self._manager.register.remote(info, self._take_report())
         self._task = asyncio.create_task(self._beat())
 
     async def drain(self) -> None:
-        """Ask for no new work."""
-        await self._manager.report_state.remote(self._core.replica, "draining")
+        """Ask for no new work: the next report says so."""
+        self._draining = True
+        self._now.set()
 
     async def stop(self) -> None:
-        """The manager forgets the replica and its leases."""
+        """The manager forgets the replica and its leases; if it is away, the replica's silence says the same."""
         if self._task is not None:
             self._task.cancel()
-        await self._manager.report_state.remote(self._core.replica, "dead")
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._manager.report_state.remote(self._core.replica, "dead"), GOODBYE_S)
 
     def close(self, generation: Generation) -> None:
         """Return a lease whose blocks nothing touches any more. From any thread; twice is harmless."""
@@ -75,12 +81,12 @@ class Beat:
                 logger.warning("%s: the KV manager did not take the heartbeat, going on: %r", self._core.replica, error)
 
     async def _report(self) -> None:
-        answer: Answer = await self._manager.heartbeat.remote(self._core.tags.report(time.monotonic()))
-        if not answer.known:
-            await self._register()
-        for generation in self._core.tags.apply(answer):
+        reply: Reply = await self._manager.heartbeat.remote(self._take_report())
+        if not reply.known:
+            await self._manager.register.remote(self._info, self._take_report())
+        for generation in self._core.tags.apply(reply):
             logger.warning("%s: the KV manager revoked lease %s", self._core.replica, generation)
             self._revoked(generation)
 
-    async def _register(self) -> None:
-        await self._manager.register.remote(self._info, self._core.tags.report(time.monotonic()))
+    def _take_report(self) -> Report:
+        return replace(self._core.tags.report(time.monotonic()), draining=self._draining)

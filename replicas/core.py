@@ -1,6 +1,6 @@
 """What computes in a replica of either role: the model in an engine, its KV cache, and the tags of its blocks.
 
-Knows nothing about Ray, the KV manager, gRPC or text.
+Knows nothing about Ray, the KV manager's decisions, gRPC or text.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from .config import EngineConfig
 from .engine import Engine, EngineThread
 from .kv_cache import KvCache
 from .llama import Llama
+from .model_files import fingerprint
 from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Command, Event
-from .weights import fingerprint, load
+from .weights import load
 
 logger = logging.getLogger(__name__)
 

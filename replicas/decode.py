@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from ray import serve
 
-from bifolio.protos.messages import Delta, Generation, Placement, ReplicaId, Request
+from bifolio.protos.messages import Delta, Placement, ReplicaId, Request
 
 from .beat import Beat
 from .core import Core, ReplicaSpec
@@ -22,10 +22,10 @@ class DecodeReplica:
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         replica = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         self._core = Core(spec, replica, "decode")
-        self._beat = Beat(self._core, spec, self._revoked)
+        self._beat = Beat(self._core, spec)
         self._streams = Streams(self._core, spec.engine.max_sequences, self._beat.close, self._beat.if_low)
         self._core.start(self._streams.deliver)
-        await self._beat.start(self._core.info())
+        await self._beat.start(self._core.info(), self._streams.revoke)
 
     async def generate(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
         async with aclosing(self._streams.generate(placement, request)) as deltas:
@@ -40,6 +40,3 @@ class DecodeReplica:
         await self._streams.stop()
         await self._beat.stop()
         await asyncio.to_thread(self._core.stop)
-
-    def _revoked(self, generation: Generation) -> None:
-        self._streams.revoke(generation)

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -48,14 +48,26 @@ class Engine:
         events.extend(step.closed)
         if not step.work:
             return events
+        for part in self._parts(step):
+            events.extend(part)
+        return events
+
+    def _parts(self, step: Step) -> Iterator[list[Event]]:
+        """The events of a step; if it raises, of each of its sequences alone, so that only the faulty one fails."""
         try:
             sampled, logits = self._compute(step)
-        except Exception as error:  # one bad step must not hang its requests: they are placed again elsewhere
-            logger.exception("engine step failed: %d chunks, %d handed over", len(step.chunks), len(step.handed))
-            involved = [*(c.sequence for c in step.chunks), *step.handed]
-            closed = (self.scheduler.close(s.generation, "failed", repr(error)) for s in involved)
-            return [*events, *(c for c in closed if c)]
-        return events + self.scheduler.record(step, sampled, logits, time.monotonic())
+        except Exception as error:
+            alone = [Step((chunk,)) for chunk in step.chunks] + [Step(handed=(s,)) for s in step.handed]
+            if len(alone) > 1:
+                for single in alone:
+                    yield from self._parts(single)
+                return
+            logger.exception("an engine step failed")
+            (sequence,) = [*(c.sequence for c in step.chunks), *step.handed]
+            closed = self.scheduler.close(sequence.generation, "failed", repr(error))
+            yield [closed] if closed else []
+        else:
+            yield self.scheduler.record(step, sampled, logits, time.monotonic())
 
     def _obey(self) -> list[Closed]:
         closed = []
@@ -105,11 +117,17 @@ class EngineThread(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        while not self._stopping:
-            if self._engine.idle:
-                self._wake.wait()
-            self._wake.clear()
-            if events := self._engine.step():
-                self._deliver(events)
-            elif not self._engine.idle:
-                self._wake.wait(0.002)  # every sequence waits for blocks: the reserve is being refilled
+        try:
+            while not self._stopping:
+                if self._engine.idle:
+                    self._wake.wait()
+                self._wake.clear()
+                if events := self._engine.step():
+                    self._deliver(events)
+                elif not self._engine.idle:
+                    self._wake.wait(0.002)  # every sequence waits for blocks: the reserve is being refilled
+        except Exception:  # a bug of ours: nobody may wait for an engine that has ended
+            logger.exception("the engine has ended")
+            scheduler = self._engine.scheduler
+            closed = (scheduler.close(g, "failed", "the engine has ended") for g in list(scheduler.sequences))
+            self._deliver([c for c in closed if c])

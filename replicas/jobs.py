@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from bifolio.kv_manager.transfer import Prefilled
-from bifolio.protos.errors import GeometryMismatch, InvalidRequest, Revoked, TransferFailed
+from bifolio.protos.errors import Draining, EngineFailed, GeometryMismatch, InvalidRequest, Revoked
 from bifolio.protos.messages import Generation, Lease, Start
 
 from . import sequence
@@ -36,7 +36,7 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._core.submit(Abort(self._generation))
+        self._core.submit(Abort(self._generation))  # nothing, if it is finished
         while not self._gone:
             self._gone = isinstance(self.events.get(), Closed)
         self._close(self._generation)
@@ -53,7 +53,7 @@ class Job:
                     raise Revoked(f"prefill {self._generation} was cancelled")
                 case Closed(_, reason, message):
                     self._gone = True
-                    raise TransferFailed(f"prefill {self._generation} {reason}: {message}", self._core.replica)
+                    raise EngineFailed(f"prefill {self._generation} {reason}: {message}", self._core.replica)
 
     def cancel(self) -> None:
         self.events.put(None)
@@ -66,6 +66,7 @@ class Jobs:
         self._core = core
         self._close = close
         self._jobs: dict[Generation, Job] = {}
+        self.draining = False  # take no new prompt
 
     @property
     def store(self) -> KvCache:
@@ -74,9 +75,11 @@ class Jobs:
     def begin(self, start: Start) -> Job:
         """Open the lease and queue the prompt.
 
-        Raises GeometryMismatch, InvalidRequest, or StalePlacement when a block belongs to another lease by now.
+        Raises Draining, GeometryMismatch, InvalidRequest, or StalePlacement when a block went to another lease.
         """
         core = self._core
+        if self.draining:
+            raise Draining(f"prefill replica {core.replica} is leaving and takes no new prompt")
         if start.geometry != core.geometry:
             raise GeometryMismatch(
                 f"decode asks for blocks of [{start.geometry}], prefill replica {core.replica} has "

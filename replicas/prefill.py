@@ -10,7 +10,7 @@ import asyncio
 from ray import serve
 
 from bifolio.kv_manager.transfer import PrefillServer
-from bifolio.protos.messages import Generation, ReplicaId
+from bifolio.protos.messages import ReplicaId
 
 from .beat import Beat
 from .core import Core, ReplicaSpec
@@ -21,23 +21,21 @@ class PrefillReplica:
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         replica = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         self._core = Core(spec, replica, "prefill")
-        self._beat = Beat(self._core, spec, self._revoked)
+        self._beat = Beat(self._core, spec)
         self._jobs = Jobs(self._core, self._beat.close)
         self._core.start(self._jobs.deliver)
         self._server = PrefillServer(self._jobs, max_streams=spec.engine.max_sequences)
-        await self._beat.start(self._core.info(f"127.0.0.1:{self._server.start()}"))
+        await self._beat.start(self._core.info(f"127.0.0.1:{self._server.start()}"), self._jobs.revoke)
 
     async def check_health(self) -> None:
         self._core.check()
 
     async def __del__(self) -> None:
         """Serve calls this when the replica leaves: its streams end first."""
+        self._jobs.draining = True
         await self._beat.drain()
         while self._server.active:
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self._server.stop, 1.0)
         await self._beat.stop()
         await asyncio.to_thread(self._core.stop)
-
-    def _revoked(self, generation: Generation) -> None:
-        self._jobs.revoke(generation)

@@ -8,7 +8,8 @@ prompt stalls nobody. Chunks end on block edges, except at the end of a prompt.
                 K and V in blocks   | chunk | later chunks
 
 A decoding sequence that needs a block draws it from the replica's reserve. When the reserve is empty it skips steps;
-starved for `starve_s` it (or a later arrival) is preempted, so that the earliest always advances.
+once one has starved for `starve_s`, the latest arrival is preempted. The earliest never is: it waits for what others
+leave.
 """
 
 from __future__ import annotations
@@ -99,8 +100,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute: no sequence, or only handed-over ones that wait for their last Ack."""
-        return all(s.left == 0 and s.sampling is None for s in self.sequences.values())
+        return not self.sequences
 
     def schedule(self, now: float) -> Step:
         ordered = in_arrival_order(list(self.sequences.values()))[: self.max_sequences]
@@ -130,7 +130,8 @@ class Scheduler:
 
     def _preempt(self, ordered: list[Sequence], now: float) -> tuple[Closed, ...]:
         """Close the latest arrival once a sequence has starved too long; its blocks go to those who came before."""
-        if not any(s.starved_since is not None and now - s.starved_since >= self.starve_s for s in ordered):
+        starved = any(s.starved_since is not None and now - s.starved_since >= self.starve_s for s in ordered)
+        if not starved or len(ordered) < 2:
             return ()
         victim = ordered[-1]
         for sequence in ordered:  # what the victim leaves takes a moment to come back: nobody else pays meanwhile
@@ -170,16 +171,15 @@ class Scheduler:
             if sequence.sampling is None:
                 events.append(Computed(sequence.generation, sequence.computed))
                 if sequence.left == 0:
-                    events.append(self._prefilled(sequence, logits[sequence.generation]))
+                    events.extend(self._prefilled(sequence, logits[sequence.generation]))
         for sequence in [*(c.sequence for c in step.chunks), *step.handed]:
             if sequence.generation in sampled:
                 events.extend(self._sampled(sequence, sampled[sequence.generation]))
         return events
 
-    @staticmethod
-    def _prefilled(sequence: Sequence, logits: bytes) -> Prefilled:
-        queue, prefill = _prefill_times(sequence)
-        return Prefilled(sequence.generation, logits, queue, prefill)
+    def _prefilled(self, sequence: Sequence, logits: bytes) -> list[Event]:
+        event = Prefilled(sequence.generation, logits, *_prefill_times(sequence))
+        return [event, *self._finished(sequence)]
 
     def _sampled(self, sequence: Sequence, token: int) -> list[Event]:
         sequence.tokens.append(token)
@@ -188,8 +188,11 @@ class Scheduler:
         sequence.first_sampled = True
         finish = sequence.finish_reason()
         event = Sampled(sequence.generation, token, finish, queue, prefill)
-        closed = self.close(sequence.generation, "finished") if finish else None
-        return [event, closed] if closed else [event]
+        return [event, *(self._finished(sequence) if finish else ())]
+
+    def _finished(self, sequence: Sequence) -> list[Event]:
+        closed = self.close(sequence.generation, "finished")
+        return [closed] if closed else []
 
 
 def _prefill_times(sequence: Sequence) -> tuple[float, float]:

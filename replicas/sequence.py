@@ -3,9 +3,9 @@
 Knows nothing about tensors, text, leases or transport. A sequence is named by the generation of its lease on this
 replica: no two sequences of a cell ever share one.
 
-    Add ──▶ prefilling ──(all positions computed)──▶ decoding ──▶ Closed("finished")
-                │  hand over: Prefilled, then            │
-                ▼  waits for Abort                       ▼
+    Add ──▶ prefilling ──all positions computed──▶ decoding ──last token──▶ Closed("finished")
+                │     └── handed over: Prefilled ──▶ Closed("finished")
+                ▼                                      ▼
          Closed("aborted" | "failed")        Closed("aborted" | "preempted" | "failed")
 
 After `Closed` the engine touches none of the sequence's blocks again.

@@ -18,7 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bifolio.kv_manager.pull import PrefillClient, Pull
-from bifolio.protos.errors import Preempted, Resumable, Revoked, TransferFailed
+from bifolio.protos.errors import (
+    BifolioError,
+    EngineFailed,
+    Preempted,
+    Resumable,
+    Revoked,
+    StalePlacement,
+    TransferFailed,
+)
 from bifolio.protos.messages import (
     Commit,
     Delta,
@@ -56,7 +64,8 @@ class Stream:
 
 
 class Streams:
-    """The attempts under way. `close` returns a lease; `stepped` is called on the event loop after each engine step."""
+    """The attempts under way. `close` returns a lease; `stepped` is called on the event loop when blocks were used or
+    came back."""
 
     def __init__(
         self, core: Core, max_sequences: int, close: Callable[[Generation], None], stepped: Callable[[], None]
@@ -134,8 +143,8 @@ class Streams:
             )
             try:
                 commit = await asyncio.shield(stream.pulled)
-            except Resumable as error:
-                raise type(error)(error.message, error.replica or source.replica) from error
+            except BifolioError as error:
+                raise _blamed(error, source.replica) from error
         stream.in_engine = True
         self._core.submit(
             Add(
@@ -208,19 +217,30 @@ class Streams:
             await stream.gone.wait()
         del self._streams[stream.generation]
         self._close_lease(stream.generation)
+        self._stepped()  # blocks came back: sequences that starve may have them
 
 
 def _moved(commit: Commit | None) -> Moved:
     return Moved(commit.block_count, commit.payload_bytes) if commit else Moved()
 
 
+def _blamed(error: BifolioError, source: ReplicaId) -> BifolioError:
+    """An error of the Prefill stream, naming the replica to keep the next attempt away from, if it is to blame."""
+    if isinstance(error, Revoked | StalePlacement):
+        return error
+    if isinstance(error, Resumable):
+        return type(error)(error.message, source)
+    return TransferFailed(f"{source} refused the prefill: {error.message}", source)
+
+
 def _resumable(error: Resumable) -> Delta:
-    return Delta(resumable=(type(error).__name__, error.message, error.replica))
+    avoid = None if isinstance(error, StalePlacement) else error.replica  # the ledger was wrong, not the replica
+    return Delta(resumable=(type(error).__name__, error.message, avoid))
 
 
 def _cause(closed: Closed, replica: ReplicaId) -> Resumable:
     if closed.reason == "preempted":
         return Preempted(closed.message)
     if closed.reason == "failed":
-        return TransferFailed(f"the engine of {replica} failed: {closed.message}", replica)
+        return EngineFailed(f"the engine of {replica} failed: {closed.message}", replica)
     return Resumable(f"the sequence was {closed.reason} at {replica}")

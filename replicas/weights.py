@@ -1,143 +1,43 @@
-"""Loading a model: a GGUF file, or a Hugging Face directory with `config.json` and safetensors.
-
-Everything that can be wrong with a model is found here, before anything starts, as a ConfigError. Text
-(tokenizer, chat template) is not this module's business.
-"""
+"""A model's weights, from a GGUF file or from a Hugging Face directory with safetensors."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from bifolio.protos.errors import ConfigError
-
 from .gguf_file import GgufFile
-from .gguf_llama import read_config, read_tensor, tensor_shapes
+from .gguf_llama import read_tensor
 from .model_config import LlamaConfig
-
-_INDEX = "model.safetensors.index.json"
-_SAMPLE = 1024
-_SAMPLE_EVERY = 1 << 20
-_MOST_SAMPLES = 4096
-
-
-def model_config(source: Path) -> LlamaConfig:
-    """What the model is, without its weights: some milliseconds. Raises ConfigError."""
-    if source.is_file():
-        return read_config(GgufFile(source))
-    if not source.is_dir():
-        raise ConfigError(f"model: {source} does not exist; give a .gguf file or a directory with config.json")
-    config = _json(source / "config.json")
-    generation = source / "generation_config.json"
-    return LlamaConfig.from_hf(config, _json(generation) if generation.exists() else None)
+from .model_files import check_model, safetensors_files
 
 
 def load(source: Path, dtype: torch.dtype) -> tuple[LlamaConfig, dict[str, Tensor]]:
     """The configuration and every tensor of `config.tensors()`, under that name, as `dtype` on the CPU.
 
-    Tensors are converted one at a time. From a quantised file float32 is what its numbers mean, never rounded
-    on the way. Raises ConfigError for another architecture, and for tensors that are missing, misshapen or
-    not known.
+    Tensors are converted one at a time. From a quantised file float32 is what its numbers mean, never rounded on the
+    way. Raises what `check_model` raises.
     """
-    config = model_config(source)
-    expected = config.tensors()
-    shapes, read = _open_gguf(source, config) if source.is_file() else _open_safetensors(source)
-    _compare(source, expected, {name: shape for name, shape in shapes.items() if not _redundant(name, config)})
-    return config, {name: read(name).to(dtype) for name in expected}
+    config = check_model(source)
+    read = _gguf_reader(source, config) if source.is_file() else _safetensors_reader(source)
+    return config, {name: read(name).to(dtype) for name in config.tensors()}
 
 
-def fingerprint(source: Path) -> str:
-    """16 hexadecimal digits that name these weights and this configuration, equal in every process and
-    machine.
-
-    SHA-256 over the configuration and, for each weight file, its name, size and 1 KiB of every MiB (at most
-    4096 samples). Training, merging an adapter or quantising anew changes nearly every number of the
-    matrices, so another model is told apart without reading gigabytes at each start. It guards against
-    mistakes, not against someone who forges a file.
-    """
-    digest = hashlib.sha256(json.dumps(asdict(model_config(source)), sort_keys=True).encode())
-    for file in [source] if source.is_file() else _safetensors_files(source):
-        size = file.stat().st_size
-        # a file's name is a path of this machine only when it is the model itself
-        digest.update(f"\n{'' if file == source else file.name}:{size}\n".encode())
-        step = max(_SAMPLE_EVERY, size // _MOST_SAMPLES)
-        with file.open("rb") as stream:
-            for at in range(0, size, step):
-                stream.seek(at)
-                digest.update(stream.read(_SAMPLE))
-            stream.seek(max(0, size - _SAMPLE))
-            digest.update(stream.read(_SAMPLE))
-    return digest.hexdigest()[:16]
-
-
-_Shapes = Mapping[str, tuple[int, ...]]
-
-
-def _open_gguf(source: Path, config: LlamaConfig) -> tuple[_Shapes, Callable[[str], Tensor]]:
+def _gguf_reader(source: Path, config: LlamaConfig) -> Callable[[str], Tensor]:
     file = GgufFile(source)
-    return tensor_shapes(file), lambda name: torch.from_numpy(read_tensor(file, config, name))
+    return lambda name: torch.from_numpy(read_tensor(file, config, name))
 
 
-def _open_safetensors(source: Path) -> tuple[_Shapes, Callable[[str], Tensor]]:
-    owner: dict[str, Any] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in _safetensors_files(source):
-        try:
-            file: Any = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ConfigError(f"model: {path} is damaged ({error}); get the file again") from error
-        for name in file.keys():  # noqa: SIM118 - not a mapping, it only has keys()
-            owner[name] = file
-            shapes[name] = tuple(file.get_slice(name).get_shape())
+def _safetensors_reader(source: Path) -> Callable[[str], Tensor]:
+    files: list[Any] = [safe_open(path, framework="pt") for path in safetensors_files(source)]
+    owner = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
     def read(name: str) -> Tensor:
         tensor: Tensor = owner[name].get_tensor(name)
         return tensor
 
-    return shapes, read
-
-
-def _safetensors_files(source: Path) -> list[Path]:
-    """The directory's weight files in one order for every process."""
-    index = source / _INDEX
-    names = sorted(set(_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    files = [source / name for name in names]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"model: {file} does not exist; needed is every weight file, also of {_INDEX}")
-    return files
-
-
-def _redundant(name: str, config: LlamaConfig) -> bool:
-    """Files may hold the embedding twice, and older ones the RoPE frequencies."""
-    return (name == "lm_head.weight" and config.tied) or name.endswith("rotary_emb.inv_freq")
-
-
-def _compare(source: Path, expected: _Shapes, found: _Shapes) -> None:
-    """One ConfigError with everything that does not fit: whoever repairs a model wants the whole list."""
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is not part of a Llama" for name in found if name not in expected]
-    problems += [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise ConfigError(f"model: the tensors of {source} do not fit its configuration: {shown}")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {path} cannot be read as JSON ({error})") from error
-    return content
+    return read

@@ -8,14 +8,16 @@ from contextlib import aclosing
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from bifolio.cluster.frontend import Account, Frontend
-from bifolio.protos.errors import Overloaded, ReplicaGone, Unavailable
+from bifolio.protos.errors import InvalidRequest, Overloaded, ReplicaGone, Unavailable
 from bifolio.protos.messages import (
     Ask,
     Delta,
     Generation,
     Lease,
+    Moved,
     Placement,
     ReplicaId,
     Request,
@@ -103,11 +105,45 @@ def test_the_replica_that_failed_is_avoided():
     assert [ask.exclude for ask in manager.asks] == [(), ("p#1",)]
 
 
-def test_a_lost_decode_replica_is_reported_and_avoided():
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (ActorDiedError(), "dead"),
+        (ReplicaGone("Serve does not offer it any more", "d#1"), "draining"),
+        (OSError("the stream broke somehow"), None),
+    ],
+)
+def test_a_lost_decode_replica_is_reported_and_avoided(error, state):
     manager = Manager()
-    collect(manager, Decode([Delta((7,)), ReplicaGone("gone", "d#1")], [Delta((9,), "stop")]))
-    assert ("report_state", "d#1", "dead") in manager.calls
+    assert collect(manager, Decode([Delta((7,)), error], [Delta((9,), "stop")])) == [7, 9]
+    assert manager.calls == ([("report_state", "d#1", state)] if state else [])
     assert manager.asks[1].exclude == ("d#1",)
+
+
+def test_a_prefill_replica_that_is_gone_is_reported():
+    manager = Manager()
+    collect(manager, Decode([Delta(resumable=("ReplicaGone", "UNAVAILABLE", "p#1"))], [Delta((9,), "stop")]))
+    assert manager.calls == [("report_state", "p#1", "dead")]
+
+
+def test_to_be_preempted_is_no_failure():
+    preempted = Delta(resumable=("Preempted", "out of blocks", None))
+    assert collect(Manager(), Decode(*[[preempted]] * 5, [Delta((9,), "stop")])) == [9]
+
+
+def test_an_error_of_ours_from_the_replica_is_not_tried_again():
+    with pytest.raises(InvalidRequest, match="token ids"):
+        collect(Manager(), Decode([InvalidRequest("token ids must be smaller", "prompt")]))
+
+
+def test_what_failed_attempts_took_counts_as_waiting():
+    account = Account()
+    streams = [[STALE], [Delta((9,), "stop", timings=Timings(elapsed=0.001), moved=Moved(2, 32))]]
+    collect(Manager(), Decode(*streams), account)
+    assert 0 < account.waited < account.ttft
+    assert account.moved == Moved(2, 32)
+    assert account.placement is not None
+    assert account.placement.decode.replica == "d#2"
 
 
 def test_three_attempts_without_a_token_are_an_error_and_the_request_is_given_up():

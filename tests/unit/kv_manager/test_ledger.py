@@ -14,8 +14,8 @@ from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.protos.errors import DoesNotFit, GeometryMismatch
 from bifolio.protos.messages import (
-    Answer,
     ReplicaId,
+    Reply,
     Report,
 )
 
@@ -53,7 +53,7 @@ def test_registration_adopts_the_leases_it_reports(ledger: Ledger, decode: Side)
     decode.beat(0)
     restarted = Ledger(2, CONFIG)
     decode.ledger = restarted
-    assert restarted.heartbeat(decode.tags.report(1), 1) == Answer(decode.tags.beat, known=False)
+    assert restarted.heartbeat(decode.tags.report(1), 1) == Reply(decode.tags.beat, known=False)
     decode.register(1)
     assert decode.status("active") == 1
     assert restarted.counts(decode.info.id) == ledger.counts(decode.info.id)
@@ -142,7 +142,7 @@ def test_decode_prefills_when_no_prefill_replica_is_able(ledger: Ledger, decode:
     prefill = Side(ledger, info("p", "prefill", blocks=1))
     assert placed(ledger, ask("long", 5)).prefill is None
     assert placed(ledger, ask("excluded", 4, exclude=("p",))).prefill is None
-    ledger.report_state(prefill.info.id, "draining")
+    ledger.report_state(prefill.info.id, "draining", 0)
     assert placed(ledger, ask("draining", 4)).prefill is None
 
 
@@ -151,7 +151,7 @@ def test_an_excluded_decode_replica_is_avoided_unless_it_is_the_only_one(ledger:
     other = Side(ledger, info("e", max_sequences=1))
     assert placed(ledger, ask("b", exclude=("d",))).decode.replica == "e"
     assert ledger.admit(ask("c", exclude=("d",)), 0) is None  # busy, but alive
-    ledger.report_state(other.info.id, "draining")
+    ledger.report_state(other.info.id, "draining", 0)
     assert placed(ledger, ask("c", exclude=("d",))).decode.replica == "d"
 
 
@@ -175,10 +175,10 @@ def test_old_repeated_and_unknown_reports_do_nothing(ledger: Ledger, decode: Sid
     decode.beat(1)
     for report in (old, decode.tags.report(2), decode.tags.report(2)):
         ledger.heartbeat(report, 2)
-    answer = ledger.heartbeat(old, 3)
-    assert answer == Answer(old.beat)
+    reply = ledger.heartbeat(old, 3)
+    assert reply == Reply(old.beat)
     assert decode.status("active") == 1
-    assert not ledger.heartbeat(Report(ReplicaId("nobody"), 1, 0), 3).known
+    assert not ledger.heartbeat(Report(ReplicaId("nobody"), 1), 3).known
 
 
 def test_a_silent_replica_is_removed(ledger: Ledger, decode: Side) -> None:
@@ -191,7 +191,7 @@ def test_a_silent_replica_is_removed(ledger: Ledger, decode: Side) -> None:
 
 def test_a_false_dead_heals_itself(ledger: Ledger, decode: Side) -> None:
     lease = grown(ledger, decode)
-    ledger.report_state(decode.info.id, "dead")
+    ledger.report_state(decode.info.id, "dead", 0)
     assert not ledger.heartbeat(decode.tags.report(2), 2).known
     decode.register(3)
     assert decode.beat(4) == ()
@@ -202,11 +202,31 @@ def test_a_false_dead_heals_itself(ledger: Ledger, decode: Side) -> None:
 
 def test_a_draining_replica_keeps_its_leases_and_gets_no_more(ledger: Ledger, decode: Side) -> None:
     lease = placed(ledger, ask("a")).decode
-    ledger.report_state(decode.info.id, "draining")
+    ledger.report_state(decode.info.id, "draining", 0)
     decode.tags.open(lease)
     assert decode.beat(1) == ()
     assert ledger.admit(ask("b"), 1) is None
-    ledger.report_state(ReplicaId("nobody"), "draining")
+    ledger.report_state(ReplicaId("nobody"), "draining", 0)
+
+
+def test_a_peers_word_that_a_replica_leaves_holds_for_a_while(ledger: Ledger, decode: Side) -> None:
+    ledger.report_state(decode.info.id, "draining", 0)
+    decode.beat(29)
+    ledger.expire(29)
+    assert decode.status("state") == "draining"
+    ledger.expire(30)
+    assert decode.status("state") == "alive"
+
+
+def test_a_replicas_own_word_that_it_leaves_survives_a_restart_of_the_manager(decode: Side) -> None:
+    leaving = replace(decode.tags.report(1), draining=True)
+    restarted = Ledger(2, CONFIG)
+    restarted.register(decode.info, leaving, 2)
+    assert not restarted.has_decode()
+    restarted.heartbeat(replace(decode.tags.report(3), draining=True), 3)
+    restarted.expire(20)
+    assert restarted.admit(ask("a"), 20) is None
+    restarted.check_integrity()
 
 
 def test_counts_add_up(ledger: Ledger, decode: Side) -> None:
@@ -218,5 +238,7 @@ def test_counts_add_up(ledger: Ledger, decode: Side) -> None:
 def test_config_refuses_unknown_keys_and_says_what_is_wrong() -> None:
     with pytest.raises(ValidationError, match="offer_ttl"):
         KvConfig.model_validate({"offer_ttl": 3})
-    with pytest.raises(ValidationError, match="at least twice heartbeat_s"):
+    with pytest.raises(ValidationError, match=r"silence_s is 1.5, but must be at least three times heartbeat_s"):
         KvConfig(silence_s=1.5)
+    with pytest.raises(ValidationError, match="offer_ttl_s is 2, but must be at least three times heartbeat_s"):
+        KvConfig(offer_ttl_s=2)

@@ -19,7 +19,6 @@ from bifolio.kv_manager.ledger import Ledger
 from bifolio.kv_manager.tags import NEVER, BlockTags
 from bifolio.protos.errors import DoesNotFit, Revoked, StalePlacement
 from bifolio.protos.messages import (
-    Answer,
     Ask,
     BlockId,
     Generation,
@@ -27,6 +26,7 @@ from bifolio.protos.messages import (
     Lease,
     ReplicaId,
     ReplicaInfo,
+    Reply,
     Report,
     RequestId,
     Role,
@@ -66,7 +66,7 @@ class Released:
 @dataclass(frozen=True)
 class Answered:
     replica: ReplicaId
-    answer: Answer
+    reply: Reply
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Cell(RuleBasedStateMachine):
             case "called dead":
                 self.wire.append(ReportedDead(replica.info.id))
             case "draining":
-                self.ledger.report_state(replica.info.id, "draining")
+                self.ledger.report_state(replica.info.id, "draining", self.now)
             case "silence":
                 self.time_passes(CONFIG.silence_s)
 
@@ -183,10 +183,10 @@ class Cell(RuleBasedStateMachine):
     def beat_all(self, twice: bool = False) -> None:
         for replica in list(self.replicas.values()):
             self.take(replica.tags.report(self.now))
-            answer = self.wire.pop()
-            self.take(answer)
+            reply = self.wire.pop()
+            self.take(reply)
             if twice:
-                self.take(answer)
+                self.take(reply)
 
     # -- the network
 
@@ -226,11 +226,11 @@ class Cell(RuleBasedStateMachine):
             case Registered(info, report):
                 self.ledger.register(info, report, self.now)
             case ReportedDead(replica):
-                self.ledger.report_state(replica, "dead")
+                self.ledger.report_state(replica, "dead", self.now)
             case Report():
                 self.wire.append(Answered(message.replica, self.ledger.heartbeat(message, self.now)))
-            case Answered(replica, answer):
-                self.apply(replica, answer)
+            case Answered(replica, reply):
+                self.apply(replica, reply)
             case Generation():
                 self.ledger.activate(message)
             case str():
@@ -272,12 +272,12 @@ class Cell(RuleBasedStateMachine):
         assert beat is not None
         self.wire.append(Released(replica.info.id, generation, beat))
 
-    def apply(self, id: ReplicaId, answer: Answer) -> None:
+    def apply(self, id: ReplicaId, reply: Reply) -> None:
         if (replica := self.replicas.get(id)) is None:
             return
-        if not answer.known:
+        if not reply.known:
             self.wire.append(Registered(replica.info, replica.tags.report(self.now)))
-        for generation in replica.tags.apply(answer):
+        for generation in replica.tags.apply(reply):
             self.close_lease(replica, generation)
 
     def calm(self) -> None:

@@ -1,4 +1,4 @@
-"""The client against servers that lie, break, freeze or die: always TransferFailed, never a hang."""
+"""The client against servers that lie, break, freeze or die: always TransferFailed or ReplicaGone, never a hang."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from transfer_kit import (
 
 from bifolio.kv_manager.memory_store import MemoryStore
 from bifolio.kv_manager.wire import HEADER, Ack, Frame, pack, pack_frame
-from bifolio.protos.errors import TransferFailed
+from bifolio.protos.errors import ReplicaGone, TransferFailed
 from bifolio.protos.messages import Commit, Generation
 
 SIZE = 64
@@ -136,7 +136,7 @@ def test_closing_the_client_ends_its_pulls():
 def test_nobody_there_is_noticed_and_a_later_server_is_found():
     source = ScriptedSource(filled_store(SIZE), DONE)
     with serving(source) as address, client_of(MemoryStore(3, SIZE)) as client:
-        with pytest.raises(TransferFailed, match=r"127\.0\.0\.1:1 broke: UNAVAILABLE"):
+        with pytest.raises(ReplicaGone, match=r"127\.0\.0\.1:1 broke: UNAVAILABLE"):
             client.pull("127.0.0.1:1", START).run(ids(1, 2, 3))
         assert client.pull(address, START).run(ids(1, 2, 3))
 
@@ -183,7 +183,7 @@ def test_a_prefill_replica_lost_in_mid_stream_is_noticed(fate):
         result = in_thread(pull, ids(1, 2, 3))
         assert store.writing.wait(WAIT)
         process.send_signal(fate)
-        with pytest.raises(TransferFailed, match="UNAVAILABLE"):
+        with pytest.raises(ReplicaGone, match="UNAVAILABLE"):
             result.result(WAIT)
 
 

@@ -55,7 +55,8 @@ def test_a_prompt_is_computed_and_its_tokens_follow():
 def test_a_handed_over_prompt_leaves_with_its_logits():
     it, _ = engine()
     it.submit(add(1, (3, 4, 5)))
-    computed, prefilled = it.step()
+    computed, prefilled, closed = it.step()
+    assert closed == Closed(Generation(1, 1), "finished")
     assert computed == Computed(Generation(1, 1), 3)
     assert isinstance(prefilled, Prefilled)
     assert np.frombuffer(prefilled.logits, np.float32).argmax() == 6
@@ -90,6 +91,40 @@ def test_a_step_that_fails_closes_its_sequences_and_the_engine_goes_on():
     runner.fail = False
     it.submit(add(2, (8,), most=1))
     assert [e.token for e in it.step() if isinstance(e, Sampled)] == [9]
+
+
+def test_only_the_faulty_sequence_of_a_step_fails():
+    it, runner = engine()
+    compute = runner.run
+
+    def faulty(batch: Batch) -> torch.Tensor:
+        if 13 in batch.tokens:
+            raise RuntimeError("unlucky")
+        return compute(batch)
+
+    runner.run = faulty  # type: ignore[method-assign]
+    for counter, tokens in enumerate(((3, 4), (13,), (8,)), 1):
+        it.submit(add(counter, tokens, most=1))
+    events = it.step()
+    assert [e.token for e in events if isinstance(e, Sampled)] == [5, 9]
+    assert {e.generation.counter: e.reason for e in events if isinstance(e, Closed)} == {
+        1: "finished",
+        2: "failed",
+        3: "finished",
+    }
+
+
+def test_a_thread_that_ends_by_a_bug_leaves_nobody_waiting():
+    it, _ = engine()
+    delivered: queue.Queue = queue.Queue()
+    thread = EngineThread(it, delivered.put)
+    it.scheduler.schedule = lambda now: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    thread.start()
+    thread.submit(add(1, (3,), most=1))
+    (closed,) = delivered.get(timeout=20)
+    assert (closed.generation, closed.reason) == (Generation(1, 1), "failed")
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_the_thread_sleeps_until_something_is_submitted_and_stops_when_told():

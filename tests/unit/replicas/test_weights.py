@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from bifolio.protos.errors import ConfigError
 from bifolio.replicas.gguf_file import GgufFile
 from bifolio.replicas.llama import LlamaConfig
-from bifolio.replicas.weights import fingerprint, load, model_config
+from bifolio.replicas.model_files import fingerprint, model_config
+from bifolio.replicas.weights import load
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ def test_a_second_copy_of_a_tied_embedding_is_ignored(model: Path) -> None:
 
 
 def test_the_fingerprint_is_the_same_in_another_process_and_place(glassllm_dir: Path, model: Path) -> None:
-    code = "import sys; from pathlib import Path; from bifolio.replicas.weights import fingerprint as f"
+    code = "import sys; from pathlib import Path; from bifolio.replicas.model_files import fingerprint as f"
     code += "; print(f(Path(sys.argv[1])))"
     other = subprocess.run([sys.executable, "-c", code, str(model)], check=True, capture_output=True, text=True)
     assert other.stdout.strip() == fingerprint(glassllm_dir)

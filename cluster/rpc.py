@@ -1,0 +1,28 @@
+"""The gRPC door's manners: strangers are refused, and a call learns what went wrong. Knows nothing about models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from bifolio.protos.errors import BifolioError, status_of
+
+from .openai import error_response
+from .peers import address_of, require_loopback
+
+
+@contextmanager
+def call(context: Any) -> Iterator[None]:
+    """Around a method: gives the call the status of the error it ends with. What is not ours is not shown."""
+    try:
+        require_loopback(address_of(context.peer()))
+        yield
+    except Exception as error:
+        context.set_code(grpc.StatusCode[status_of(error)[0]])
+        context.set_details(
+            error.message if isinstance(error, BifolioError) else error_response(error)[2]["error"]["message"]
+        )
+        raise

@@ -112,10 +112,14 @@ def wait_until(condition: Callable[[], Any], what: Callable[[], object] | str, s
     return value
 
 
-def replicas(cluster: SpawnedCluster, role: str | None = None) -> list[dict[str, Any]]:
+def snapshot(cluster: SpawnedCluster) -> dict[str, Any]:
     status, body = cluster.get("/status")
     assert status == 200, body
-    return [replica for replica in body["replicas"] if role in (None, replica["role"])]
+    return dict(body)
+
+
+def replicas(cluster: SpawnedCluster, role: str | None = None) -> list[dict[str, Any]]:
+    return [replica for replica in snapshot(cluster)["replicas"] if role in (None, replica["role"])]
 
 
 def at_rest(replica: dict[str, Any]) -> bool:
@@ -126,23 +130,24 @@ def at_rest(replica: dict[str, Any]) -> bool:
 
 
 def settle(cluster: SpawnedCluster, prefill: int, decode: int, seconds: float = PATIENCE_S) -> None:
-    """Wait until so many replicas are alive and hold nothing, and two reports later still do not.
+    """Wait until nobody waits, so many replicas are alive and hold nothing, and two reports later still do not.
 
     Two, so that one of them began after everything here was free.
     """
     since: dict[str, int] = {}
 
     def settled() -> bool:
-        now = replicas(cluster)
+        status = snapshot(cluster)
+        now = status["replicas"]
         roles = sorted(r["role"] for r in now if r["state"] == "alive")
-        if roles != ["decode"] * decode + ["prefill"] * prefill or not all(map(at_rest, now)):
+        if roles != ["decode"] * decode + ["prefill"] * prefill or status["waiting"] or not all(map(at_rest, now)):
             since.clear()
             return False
         for replica in now:
             since.setdefault(replica["id"], replica["beat"])
         return all(replica["beat"] >= since[replica["id"]] + 2 for replica in now)
 
-    wait_until(settled, lambda: f"not at rest: {json.dumps(replicas(cluster), indent=1)}", seconds)
+    wait_until(settled, lambda: f"not at rest: {json.dumps(snapshot(cluster), indent=1)}", seconds)
 
 
 def open_stream(cluster: SpawnedCluster, **body: Any) -> socket.socket:

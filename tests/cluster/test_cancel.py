@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 AT_ONCE = 20
 # If nothing noticed that the client has left, this would take far longer than settling is given:
-LONG_PROMPT = {"tokens": 1500, "max_tokens": 400}  # 20 of them: a minute of prefill and more of decode
+LONG_PROMPT = {"tokens": 2000, "max_tokens": 40}  # 20 of them: more than a minute of prefill
 LONG_ANSWER = {"tokens": 8, "max_tokens": 2000}
 SETTLE_S = 40.0
 
@@ -72,7 +72,7 @@ def _over_grpc(cluster: SpawnedCluster, tokens: int, max_tokens: int, events: in
 def test_leaving_during_prefill_returns_every_block(smollm2: SpawnedCluster, door: Any) -> None:
     settle(smollm2, 1, 1)
     with door(smollm2, **LONG_PROMPT, events=0) as leave:
-        wait_until(lambda: _reported(smollm2, "prefill") >= 3, "prefill never began")
+        wait_until(lambda: _reported(smollm2, "prefill") == AT_ONCE, "not all are in prefill")
         leave()
         settle(smollm2, 1, 1, SETTLE_S)
     _answers(smollm2)

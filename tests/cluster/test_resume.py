@@ -1,0 +1,89 @@
+"""Replicas that are killed under running requests: every client's stream goes on, with the ids of an undisturbed run.
+
+Every resume is a second call under the same parent request: with Ray's own router the ingress would spin here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from cluster_kit import Answer, collected, frozen, replicas, settle, wait_until
+
+from bifolio.cluster.client import Client
+from bifolio.cluster.spawn import SpawnedCluster
+
+pytestmark = pytest.mark.cluster
+
+PROMPT = [4 + 11 * i % 1000 for i in range(60)]
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True},
+    "seeded": {"temperature": 0.9, "top_p": 0.9, "seed": 11, "max_tokens": 60, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize(("role", "sampling"), [("prefill", "greedy"), ("decode", "seeded")])
+def test_both_replicas_of_a_pool_die_under_one_request(two_and_two: SpawnedCluster, role: str, sampling: str) -> None:
+    settle(two_and_two, 2, 2)
+    with Client(two_and_two.grpc_address) as client, ThreadPoolExecutor(1) as pool:
+        undisturbed = collected(client, PROMPT, **SAMPLINGS[sampling])
+        assert undisturbed.route["resumes"] == 0
+        settle(two_and_two, 2, 2)
+        pids = [replica["pid"] for replica in replicas(two_and_two, role)]
+        with frozen(pids):  # so the request is there when they die, and has not left
+            answer = pool.submit(collected, client, PROMPT, **SAMPLINGS[sampling])
+            for _ in range(2):
+                os.kill(_holder(two_and_two, role, pids), signal.SIGKILL)
+        resumed = answer.result(60)
+    assert resumed.ids == undisturbed.ids
+    assert resumed.text == undisturbed.text
+    assert resumed.route["resumes"] == 2
+    assert bool(resumed.route["prefill_replica"]) == (role == "decode")  # without prefill replicas decode does it all
+    settle(two_and_two, 2, 2)
+
+
+def _holder(cluster: SpawnedCluster, role: str, pids: list[int]) -> int:
+    """The next of `pids` that holds a lease; it is taken off them."""
+
+    def holding() -> list[int]:
+        return [r["pid"] for r in replicas(cluster, role) if r["pid"] in pids and r["offered"] + r["active"]]
+
+    (pid,) = wait_until(holding, "no replica was given the request")
+    pids.remove(pid)
+    return int(pid)
+
+
+def test_replicas_of_both_pools_die_under_a_crowd(two_and_two: SpawnedCluster) -> None:
+    settle(two_and_two, 2, 2)
+    undisturbed = _crowd(two_and_two, kill=False)
+    settle(two_and_two, 2, 2)
+    resumed = _crowd(two_and_two, kill=True)
+    assert [answer.ids for answer in resumed] == [answer.ids for answer in undisturbed]
+    assert [answer.text for answer in resumed] == [answer.text for answer in undisturbed]
+    assert {answer.finish for answer in resumed} == {"length"}
+    assert any(answer.route["resumes"] for answer in resumed)
+    settle(two_and_two, 2, 2)
+
+
+def _crowd(cluster: SpawnedCluster, *, kill: bool) -> list[Answer]:
+    """24 answers at once, 16 of them decoding. As soon as the first has three tokens, one replica of each pool dies."""
+    victims = [replicas(cluster, role)[0]["pid"] for role in ("decode", "prefill")]
+    with Client(cluster.grpc_address) as client, ThreadPoolExecutor(24) as pool:
+        answers: list[Future[Answer]] = []
+        for number in range(24):
+            sampling = list(SAMPLINGS.values())[number % 2]
+            answers.append(pool.submit(collected, client, PROMPT[number:] + PROMPT[:number], **sampling))
+        if kill:
+            taken: list[int] = []
+            for message in client.generate(PROMPT[::-1], **SAMPLINGS["greedy"]):
+                taken += message.token_ids
+                if victims and len(taken) >= 3:
+                    for pid in victims:
+                        os.kill(pid, signal.SIGKILL)
+                    assert not all(answer.done() for answer in answers), "they died too late"
+                    victims = []
+            assert len(taken) == 60
+        return [answer.result(120) for answer in answers]

@@ -1,24 +1,14 @@
-"""The composition root: the only file that binds deployments, and `serve`, which runs them on this machine.
+"""The composition root: the only file that binds deployments. Knows nothing about where they run, or about requests.
 
-Knows nothing about requests. Heavy imports wait until Ray's environment stands.
+Heavy imports wait: Ray reads its environment when it is imported.
 """
 
 from __future__ import annotations
 
-import logging
-import signal
-import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from bifolio.protos.errors import Unavailable
-from bifolio.replicas.model_files import check_model
-
 from .config import ClusterConfig
-from .local import local_ray, require_free
-from .models import resolve
-from .tokenizer import Tokenizer
 
 APPLICATION = "bifolio"
 MANAGER = "kv-manager"
@@ -86,66 +76,3 @@ def _has_avx512() -> bool:
         return "avx512f" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-
-
-class _Stop(BaseException):
-    """SIGINT or SIGTERM, wherever it lands."""
-
-
-def _raise_stop(number: int, frame: FrameType | None) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)  # stopping has begun, once is enough
-    raise _Stop
-
-
-def _handle_signals() -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):  # a background shell starts us with SIGINT ignored
-        signal.signal(each, _raise_stop)
-
-
-def serve(config: ClusterConfig) -> int:
-    """Run the cluster on this machine until SIGINT or SIGTERM. Returns the exit status."""
-    model = resolve(config.model.source)
-    check_model(model)  # what is wrong with a model is said here, not by replicas that cannot start
-    Tokenizer.load(model)
-    require_free(config.http.host, config.http.port, "http.port")
-    require_free(config.http.host, config.grpc.port, "grpc.port")
-    began = time.monotonic()
-
-    def report(text: str) -> None:
-        print(f"bifolio: {text} ({time.monotonic() - began:.1f} s)", flush=True)
-
-    _handle_signals()
-    try:
-        pools = config.pools
-        report(f"starting Ray for {pools.prefill.replicas} prefill and {pools.decode.replicas} decode replicas")
-        with local_ray(report):
-            _handle_signals()  # Ray has put its own
-            _deploy(config, model, report)
-            host = config.http.host
-            report(f"ready: http://{host}:{config.http.port}/v1/completions and grpc://{host}:{config.grpc.port}")
-            while True:
-                signal.pause()
-    except (_Stop, SystemExit):  # SystemExit: from the handler that Ray puts in ray.init, for as long as that runs
-        return 0
-    finally:
-        report("stopped")
-
-
-def _deploy(config: ClusterConfig, model: Path, report: Any) -> None:
-    from ray import serve
-    from ray.exceptions import RayError
-
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # our own lines say what happens
-    from bifolio.kv_manager.actor import start
-
-    try:
-        start(MANAGER, APPLICATION, config.kv)
-        serve.start(
-            http_options={"host": config.http.host, "port": config.http.port},
-            grpc_options={"port": config.grpc.port, "grpc_servicer_functions": [SERVICER]},
-        )
-        report(f"loading {config.model.source}")
-        serve.run(build(config, model), name=APPLICATION, route_prefix="/")
-    except (RayError, RuntimeError) as error:
-        raise Unavailable(f"the cluster did not start: {error}") from error

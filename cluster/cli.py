@@ -51,25 +51,27 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="run a cluster on this machine")
     serve.set_defaults(run=_serve)
-    serve.add_argument("config", nargs="?", metavar="cluster.yaml", help="default: the defaults")
-    serve.add_argument("--model", help="a known model, a .gguf file or a model directory")
+    serve.add_argument("config", nargs="?", metavar="cluster.yaml", help="see `bifolio config show`")
+    serve.add_argument("--model", help="a known model (default: smollm2-135m), a .gguf file or a directory")
     serve.add_argument("--served-model-name", metavar="NAME", help="the name users ask for")
-    serve.add_argument("--prefill", type=int, metavar="P", help="prefill replicas; 0: decode replicas prefill")
-    serve.add_argument("--decode", type=int, metavar="D", help="decode replicas")
-    serve.add_argument("--dtype", help="bfloat16 or float32")
-    serve.add_argument("--http-port", type=int, metavar="PORT")
-    serve.add_argument("--grpc-port", type=int, metavar="PORT")
+    serve.add_argument(
+        "--prefill", type=int, metavar="P", help="prefill replicas (default: 1); 0: decode replicas prefill"
+    )
+    serve.add_argument("--decode", type=int, metavar="D", help="decode replicas (default: 1)")
+    serve.add_argument("--dtype", help="bfloat16 (default) or float32")
+    serve.add_argument("--http-port", type=int, metavar="PORT", help="default: 8000")
+    serve.add_argument("--grpc-port", type=int, metavar="PORT", help="default: 9000")
 
     generate = commands.add_parser("generate", help="ask a running cluster, over gRPC")
     generate.set_defaults(run=_generate)
     generate.add_argument("prompt", help="the text to continue; - reads standard input")
     generate.add_argument("--address", default="127.0.0.1:9000", help="gRPC address (default: %(default)s)")
-    generate.add_argument("--model", default="")
-    generate.add_argument("--max-tokens", type=int, metavar="N")
-    generate.add_argument("--temperature", type=float, metavar="T")
-    generate.add_argument("--top-p", type=float, metavar="P")
-    generate.add_argument("--top-k", type=int, metavar="K")
-    generate.add_argument("--seed", type=int, metavar="S")
+    generate.add_argument("--model", default="", help="the served model's name (default: whatever is served)")
+    generate.add_argument("--max-tokens", type=int, metavar="N", help="length of the answer (default: 16)")
+    generate.add_argument("--temperature", type=float, metavar="T", help="0 to 2; 0 is greedy (default: 1)")
+    generate.add_argument("--top-p", type=float, metavar="P", help="above 0 to 1 (default: 1)")
+    generate.add_argument("--top-k", type=int, metavar="K", help="0 keeps all (default: 0)")
+    generate.add_argument("--seed", type=int, metavar="S", help="64 bits (default: drawn, and shown)")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given 4 times")
     generate.add_argument("--ignore-eos", action="store_true", help="go on after the end of the answer")
     generate.add_argument("--quiet", action="store_true", help="no line about the usage")
@@ -108,7 +110,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     given = {path: value for flag, path in _FLAGS.items() if (value := getattr(args, flag)) is not None}
     config = resolved(load(args.config, given))
-    from .app import serve
+    from .serve import serve
 
     return serve(config)
 
@@ -125,9 +127,13 @@ def _generate(args: argparse.Namespace) -> int:
     fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
     with Client(args.address) as client:
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-        for response in client.generate(prompt, **{name: getattr(args, name) for name in fields}):
-            print(response.text, end="", flush=True)
-    print()
+        response = None
+        try:
+            for response in client.generate(prompt, **{name: getattr(args, name) for name in fields}):
+                print(response.text, end="", flush=True)
+        finally:
+            if response is not None:
+                print()  # also under half an answer
     if not args.quiet:
         print(_usage_line(response), file=sys.stderr)
     return 0
@@ -141,13 +147,13 @@ def _usage_line(last: Any) -> str:
         f"TTFT {timings.ttft * 1e3:.0f} ms = "
         + " + ".join(f"{part} {getattr(timings, part) * 1e3:.0f}" for part in parts)
         + f"; total {timings.total:.2f} s; prefilled on {route.prefill_replica or route.decode_replica}, "
-        f"decoded on {route.decode_replica}, {route.blocks} blocks ({route.bytes / 1e6:.1f} MB) moved"
-        + (f", placed again {route.resumes} times" if route.resumes else "")
+        f"decoded on {route.decode_replica}, KV blocks moved: {route.blocks} ({route.bytes / 1e6:.1f} MB)"
+        + (f", placed again: {route.resumes}" if route.resumes else "")
     )
 
 
 def _status(args: argparse.Namespace) -> int:
-    status = _get_json(f"http://{args.address}/status")
+    status = _get_json(f"http://{args.address.removeprefix('http://').rstrip('/')}/status")
     if args.json:
         print(json.dumps(status, indent=2))
         return 0
@@ -156,7 +162,7 @@ def _status(args: argparse.Namespace) -> int:
 
     table = Table(title=f"{status['model']}: {status['waiting']} waiting", title_justify="left")
     words = ("id", "role", "state", "address")
-    counts = ("pid", "free", "cached", "leased", "total", "offered", "active")
+    counts = ("pid", "free", "cached", "leased", "total", "offered", "active", "held")
     for name in words + counts:
         table.add_column(name, justify="right" if name in counts else "left")
     for replica in status["replicas"]:
@@ -225,7 +231,7 @@ def _config_check(args: argparse.Namespace) -> int:
     from .config import load
 
     load(args.file)
-    print(f"{args.file} is right")
+    print(f"{args.file}: no mistake found")
     return 0
 
 

@@ -102,7 +102,9 @@ class Client:
         try:
             request = query_to_pb(query)
         except (ValueError, TypeError) as error:  # a number beyond its field, text that is not Unicode
-            raise InvalidRequest(f"the request cannot be sent: {error}") from error
+            numbers = {"max_tokens": max_tokens, "top_k": top_k, "seed": seed}
+            given = ", ".join(f"{field} {value}" for field, value in numbers.items() if value is not None)
+            raise InvalidRequest(f"the request cannot be sent ({given or 'prompt'}): {error}") from error
         call = self._stub.Generate(request, metadata=_METADATA, timeout=timeout)
         try:
             yield from call
@@ -113,6 +115,12 @@ class Client:
 
     def _translate(self, error: Any) -> BifolioError:
         name, message = error.code().name, error.details() or "no reason given"
+        if "http2 header with status" in message.lower():
+            return Unavailable(f"{self.address} speaks HTTP but not gRPC; is it the HTTP port? ({message})")
         if name == "UNAVAILABLE" and "failed to connect" in message.lower():
             return Unavailable(f"nothing answers at {self.address}; is `bifolio serve` running there?")
+        if name == "UNAVAILABLE" and ("socket closed" in message.lower() or "connection reset" in message.lower()):
+            return Unavailable(f"the connection to {self.address} broke: the cluster stopped, or lost its ingress")
+        if name == "UNAVAILABLE" and "resol" in message.lower():
+            return Unavailable(f"{self.address} is no address: give HOST:PORT, as in 127.0.0.1:9000")
         return _ERRORS.get(name, BifolioError)(message)

@@ -68,7 +68,7 @@ class ClusterConfig(_Frozen):
 
 def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
     """The configuration in a YAML file, or the defaults; `overrides` are values by dotted path and win."""
-    source = "the defaults" if path is None else str(path)
+    source = "the command line" if path is None else f"{path} and the command line" if overrides else str(path)
     tree = {} if path is None else _read(Path(path))
     for dotted, value in (overrides or {}).items():
         *parents, name = dotted.split(".")
@@ -108,6 +108,8 @@ def _read(path: Path) -> dict[str, Any]:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if tree is None:

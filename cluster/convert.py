@@ -37,7 +37,7 @@ def query_to_pb(query: Query) -> pb.GenerateRequest:
         temperature=query.temperature,
         top_p=query.top_p,
         top_k=query.top_k,
-        seed=query.seed,
+        seed=_unsigned(query.seed),
         stop=query.stop,
         stop_token_ids=query.stop_token_ids,
         ignore_eos=query.ignore_eos,
@@ -45,6 +45,11 @@ def query_to_pb(query: Query) -> pb.GenerateRequest:
     if isinstance(query.prompt, str):
         return pb.GenerateRequest(model=query.model, text=query.prompt, sampling=sampling)
     return pb.GenerateRequest(model=query.model, token_ids=pb.TokenIds(ids=query.prompt), sampling=sampling)
+
+
+def _unsigned(seed: int | None) -> int | None:
+    """A negative seed, which HTTP takes as well, is the same 64 bits read with a sign."""
+    return seed % 2**64 if seed is not None and -(2**63) <= seed < 0 else seed
 
 
 def usage_to_json(usage: pb.Usage) -> dict[str, object]:

@@ -69,7 +69,7 @@ def _over_http(console: Console, cluster: SpawnedCluster, prompt: str) -> dict[s
 
 
 def _over_grpc(console: Console, cluster: SpawnedCluster, prompt: str) -> dict[str, Any]:
-    console.print("[bold]over gRPC[/] (a passage of some 350 tokens, then) Why are the two stages split?")
+    console.print("[bold]over gRPC[/] (a passage of some 400 tokens, then) Why are the two stages split?")
     usage: dict[str, Any] = {}
     with Client(cluster.grpc_address) as client:
         for message in client.generate(prompt, max_tokens=60, temperature=0.0):

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from ray import serve
 from ray.exceptions import RayActorError
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from bifolio.kv_manager.actor import connect
@@ -30,10 +31,10 @@ from .completions import events, whole
 from .config import ClusterConfig
 from .convert import query_from_pb
 from .frontend import Frontend
-from .openai import CompletionFormat, error_response, parse
+from .openai import CompletionFormat, error_response, not_served, parse
 from .peers import OnlyLoopback
-from .query import check_model
-from .responses import StreamedResponse
+from .query import check_model, most_bytes
+from .responses import StreamedResponse, body_of
 from .rpc import call
 from .tokenizer import Tokenizer
 
@@ -46,6 +47,11 @@ api.add_middleware(OnlyLoopback)
 @api.exception_handler(BifolioError)
 async def _refused(request: Request, error: BifolioError) -> Response:
     return _error(error)
+
+
+@api.exception_handler(HTTPException)
+async def _not_served(request: Request, error: HTTPException) -> Response:
+    return JSONResponse(not_served(request.url.path, request.method), error.status_code, error.headers)
 
 
 def _error(error: BaseException) -> Response:
@@ -80,7 +86,7 @@ class Ingress:
 
     @api.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
-        asked = parse(await request.body())
+        asked = parse(await body_of(request, most_bytes(self._served.context_length)))
         id = RequestId(f"cmpl-{uuid.uuid4().hex}")
         words = CompletionFormat(id, self._served.name, int(time.time()), asked.include_usage)
         pieces = self._answer(asked.to_query(id))

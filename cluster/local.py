@@ -1,30 +1,29 @@
-"""A private Ray cluster on this machine: its ports, directories, environment, and the end of every process it started.
+"""A private Ray cluster on this machine: its ports, directories, environment, and its orderly end.
 
 Knows nothing about models or requests. Two clusters on one machine never meet: each has its own temporary directory and
-free ports, and marks its processes with an environment variable that they all inherit.
+free ports, and marks its processes with an environment variable that they all inherit, by which `reaper.py` finds them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import random
 import secrets
-import shutil
-import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from bifolio.protos.errors import ConfigError
+from bifolio.protos.errors import BifolioError, ConfigError
 
-MARK = "BIFOLIO_CLUSTER"
-SHUTDOWN_S = 20.0  # after this the processes are killed
+from .reaper import KEEP, MARK
+
+SHUTDOWN_S = 20.0  # after this every process is killed
 LOWEST_PORT, HIGHEST_PORT = 20_000, 32_000  # the system's own begin at 32768
 PORTS_PER_RANGE = 16  # replicas of the ingress, old and new, during a roll-over
 
@@ -90,13 +89,18 @@ def environment(directory: Path, mark: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def local_ray(report: Callable[[str], None]) -> Iterator[None]:
+def local_ray() -> Iterator[Path]:
     """A Ray cluster for the time of the context; afterwards no process and no file of it is left.
 
-    Must be entered before anything imports ray: its constants are read from the environment at import.
+    Yields the folder of its logs; they are kept when the context ends by an error of ours, because they say more. Must
+    be entered before anything imports ray: its constants are read from the environment at import.
     """
-    directory = Path(tempfile.mkdtemp(prefix="bifolio-"))  # short: Ray puts unix sockets below it
+    directory = Path(tempfile.mkdtemp(prefix="bifolio-"))  # for us alone; short, as Ray puts unix sockets below it
     mark = uuid.uuid4().hex
+    # Started first, so it does not carry the mark itself, and apart from our session, so Ctrl-C does not reach it
+    command = [sys.executable, "-P", "-m", "bifolio.cluster.reaper", mark, str(directory)]
+    reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert reaper.stdin is not None
     os.environ.update(environment(directory, mark))
     try:
         import ray
@@ -108,16 +112,21 @@ def local_ray(report: Callable[[str], None]) -> Iterator[None]:
             log_to_driver=False,
             configure_logging=False,
             object_store_memory=100_000_000,  # neither KV bytes nor tokens travel through it
-            _temp_dir=str(directory),
+            _temp_dir=str(directory / "ray"),  # Ray opens this one to all users
         )
-        yield
+        yield directory / "ray" / "session_latest" / "logs"
+    except BifolioError:
+        reaper.stdin.write(KEEP)
+        raise
     finally:
-        report("stopping")
-        _stop(mark)
-        shutil.rmtree(directory, ignore_errors=True)
+        _shut_down()
+        reaper.stdin.close()
+        reaper.wait()
 
 
-def _stop(mark: str) -> None:
+def _shut_down() -> None:
+    """Let Serve and Ray end in order, as long as they do not take too long."""
+
     def orderly() -> None:
         with contextlib.suppress(Exception):
             import ray
@@ -125,29 +134,8 @@ def _stop(mark: str) -> None:
 
             if ray.is_initialized():  # or the next line would start another Ray, to look whether Serve runs there
                 serve.shutdown()
-        with contextlib.suppress(Exception):
             ray.shutdown()
 
     worker = threading.Thread(target=orderly, daemon=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # Ray prints that it will retry the shutdown it has just done
-        worker.start()
-        worker.join(SHUTDOWN_S)
-    deadline = time.monotonic() + 2.0
-    while marked(mark) and time.monotonic() < deadline and not worker.is_alive():
-        time.sleep(0.05)
-    while left := marked(mark):  # again: what is being killed may have started another one meanwhile
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def marked(mark: str) -> list[int]:
-    """Processes, this one excepted, that inherited the mark."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int(entry.name) != os.getpid() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+    worker.start()
+    worker.join(SHUTDOWN_S)

@@ -74,8 +74,7 @@ def cache_dir() -> Path:
 
 def list_models() -> list[ModelState]:
     return [
-        ModelState(model.name, _path(model).is_file(), model.bytes, model.licence, _path(model))
-        for model in KNOWN.values()
+        ModelState(model.name, _complete(model), model.bytes, model.licence, _path(model)) for model in KNOWN.values()
     ]
 
 
@@ -89,8 +88,9 @@ def resolve(source: str) -> Path:
     path = Path(source).expanduser()
     if source in KNOWN:
         path = _path(KNOWN[source])
-        if not path.is_file():
-            raise ConfigError(f"{source} is not here yet; bring it with: bifolio models pull {source}")
+        if not _complete(KNOWN[source]):
+            what = "is not whole" if path.is_file() else "is not here yet"
+            raise ConfigError(f"{source} {what}; bring it with: bifolio models pull {source}")
         return path
     if path.is_dir():
         for pattern in ("config.json", "tokenizer.json", "*.safetensors"):
@@ -135,6 +135,12 @@ def pull(name: str, progress: Progress = lambda stage, done, total: None) -> Pat
 
 def _path(model: KnownModel) -> Path:
     return cache_dir() / "models" / model.name / model.file
+
+
+def _complete(model: KnownModel) -> bool:
+    """By its size, which takes no time; `pull` verifies the content."""
+    path = _path(model)
+    return path.is_file() and path.stat().st_size == model.bytes
 
 
 @contextmanager

@@ -184,6 +184,12 @@ def event(content: Json) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
+def not_served(path: str, method: str) -> Json:
+    """The body of a 404 or 405."""
+    message = f"{method} {path} is not served here; allowed: POST /v1/completions, GET /v1/models, /health, /status"
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+
+
 def error_response(error: BaseException) -> tuple[int, dict[str, str], Json]:
     """HTTP status, headers and body. An error that is not ours is not shown: it may tell too much."""
     _, status, kind = status_of(error)

@@ -46,6 +46,12 @@ class Resolved(NamedTuple):
     stops: tuple[str, ...]
 
 
+def most_bytes(context_length: int) -> int:
+    """What a request may take in all. Text beyond this has more tokens than the context, and would take seconds to
+    parse and to tokenize before that is known."""
+    return max(1 << 20, 64 * context_length)
+
+
 def check_model(asked: str, served: str) -> None:
     if asked not in ("", served):
         raise ModelNotFound(f"model {asked!r} is not served here; this cluster serves {served}", "model")
@@ -59,6 +65,12 @@ def resolve(
     draw_seed: Callable[[], int],
 ) -> Resolved:
     """Token ids, sampling and stop strings; InvalidRequest names the field that is wrong."""
+    if len(query.prompt) > most_bytes(context_length):
+        raise DoesNotFit(
+            f"the prompt is {len(query.prompt)} long; allowed: at most {most_bytes(context_length)} characters, "
+            f"and {context_length} tokens",
+            "prompt",
+        )
     for text in query.stop:
         _check_text("stop", text)
         if not 0 < len(text) <= LONGEST_STOP:

@@ -1,4 +1,4 @@
-"""HTTP responses that are produced while they are sent, and end when the client leaves.
+"""HTTP bodies: requests of bounded size, and responses that end when the client leaves.
 
 Knows nothing about models. Starlette's own streaming response does not listen for a disconnect while the body is
 silent, and leaves the body suspended when a cancel lands in `send`.
@@ -10,10 +10,23 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from bifolio.protos.errors import InvalidRequest
+
 from .openai import error_response
+
+
+async def body_of(request: Request, most: int) -> bytes:
+    """A request's body. Raises InvalidRequest as soon as it has more than `most` bytes."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise InvalidRequest(f"the body has more than {most} bytes; allowed: at most {most}")
+    return bytes(body)
 
 
 class StreamedResponse(Response):

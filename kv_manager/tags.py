@@ -60,11 +60,14 @@ class BlockTags:
             return len(self._reserve) + sum(map(len, self._leases.values()))
 
     @property
-    def low(self) -> bool:
-        """Send a report at once: the reserve is under half of what is wanted, and the last report did not say
-        so."""
+    def due(self) -> bool:
+        """Send a report at once: the reserve is far from what is wanted, and the last report did not say so.
+
+        Too small, and sequences starve; too large, and blocks are missed where requests wait for admission.
+        """
         with self._lock:
-            return self._news and 2 * len(self._reserve) < self._wanted()
+            wanted, have = self._wanted(), len(self._reserve)
+            return self._news and (2 * have < wanted or have > 2 * wanted)
 
     def owner(self, block: BlockId) -> Generation | None:
         """The open lease a block belongs to: what a write is checked against."""
@@ -73,6 +76,8 @@ class BlockTags:
 
     def open(self, lease: Lease) -> None:
         with self._lock:
+            if lease.generation in self._leases:
+                raise StalePlacement(f"lease {lease.generation} of {self.replica} is open already", self.replica)
             for block in lease.blocks:
                 owner, tag = self._owners[block], self._tags[block]
                 if owner is not None or block in self._in_reserve or tag >= lease.generation:
@@ -146,8 +151,9 @@ class BlockTags:
             return tuple(generation for generation in reply.revoked if generation in self._leases)
 
     def _wanted(self) -> int:
-        """The growth of the last seconds, but a block for each open lease, and what one sequence is waiting
-        for."""
+        """The growth of the last seconds, up to an eighth of the cache; but a block for each open lease, and what one
+        sequence is waiting for."""
         if not self._grows or not self._leases:
             return 0
-        return max(self._drawn + sum(n for _, n in self._draws), len(self._leases), self._unmet)
+        growth = self._drawn + sum(n for _, n in self._draws)
+        return max(min(growth, len(self._tags) // 8), len(self._leases), self._unmet)

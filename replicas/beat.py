@@ -22,7 +22,7 @@ from .core import Core, ReplicaSpec
 logger = logging.getLogger(__name__)
 
 GOODBYE_S = 2.0  # for the manager to hear that the replica leaves
-QUICKEST_S = 0.02  # between two beats, however often one is asked for
+QUICKEST_S = 0.05  # between two beats, however often one is asked for
 
 
 class Beat:
@@ -62,9 +62,9 @@ class Beat:
         if beat is not None:  # one way: if it is lost, the next report says it too
             self._manager.release.remote(self._core.replica, generation, beat)
 
-    def if_low(self) -> None:
-        """Beat at once when the reserve runs low. On the event loop."""
-        if self._core.tags.low:
+    def if_due(self) -> None:
+        """Beat at once when the reserve is far from what is wanted. On the event loop."""
+        if self._core.tags.due:
             self._now.set()
 
     async def _beat(self) -> None:

@@ -23,7 +23,7 @@ class DecodeReplica:
         replica = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         self._core = Core(spec, replica, "decode")
         self._beat = Beat(self._core, spec)
-        self._streams = Streams(self._core, spec.engine.max_sequences, self._beat.close, self._beat.if_low)
+        self._streams = Streams(self._core, spec.engine.max_sequences, self._beat.close, self._beat.if_due)
         self._core.start(self._streams.deliver)
         await self._beat.start(self._core.info(), self._streams.revoke)
 

@@ -6,6 +6,7 @@ the caller decides in which thread it runs; `EngineThread` is the usual one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -24,6 +25,8 @@ from .scheduler import Scheduler, Step
 from .sequence import Abort, Add, Closed, Command, Event, Sequence
 
 logger = logging.getLogger(__name__)
+
+ENDED = "the engine has ended"
 
 
 class Engine:
@@ -79,6 +82,16 @@ class Engine:
                     closed.append(gone)
         return closed
 
+    def refuse(self) -> list[Event]:
+        """Close what is here and what waits to be added: there will be no more steps."""
+        closed = [self.scheduler.close(g, "failed", ENDED) for g in list(self.scheduler.sequences)]
+        waiting: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if isinstance(command := self._commands.get_nowait(), Add):
+                    waiting.append(Closed(command.generation, "failed", ENDED))
+        return [*(c for c in closed if c), *waiting]
+
     def _compute(self, step: Step) -> tuple[dict[Generation, int], dict[Generation, bytes]]:
         ready: list[Sequence] = [c.sequence for c in step.chunks if c.completes]
         rows = [
@@ -106,10 +119,14 @@ class EngineThread(threading.Thread):
         self._deliver = deliver
         self._wake = threading.Event()
         self._stopping = False
+        self._ended = False
 
     def submit(self, command: Command) -> None:
+        """From any thread. A sequence that is added is closed in the end, also when the engine has ended."""
         self._engine.submit(command)
         self._wake.set()
+        if self._ended and (closed := self._engine.refuse()):
+            self._deliver(closed)
 
     def stop(self) -> None:
         self._stopping = True
@@ -128,6 +145,6 @@ class EngineThread(threading.Thread):
                     self._wake.wait(0.002)  # every sequence waits for blocks: the reserve is being refilled
         except Exception:  # a bug of ours: nobody may wait for an engine that has ended
             logger.exception("the engine has ended")
-            scheduler = self._engine.scheduler
-            closed = (scheduler.close(g, "failed", "the engine has ended") for g in list(scheduler.sequences))
-            self._deliver([c for c in closed if c])
+        self._ended = True
+        if closed := self._engine.refuse():
+            self._deliver(closed)

@@ -12,6 +12,7 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,20 @@ class _TensorInfo:
     offset: int  # in the file
 
 
+@cache
+def _readable(kind: int) -> bool:
+    """Whether the package dequantises tensors of this type; it says so only by trying."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]), np.uint8), GGMLQuantizationType(kind))
+    except (ValueError, NotImplementedError):
+        return False
+    return True
+
+
 class GgufFile(Mapping[str, Any]):
     """A mapping of the file's metadata, decoded when asked for, with its tensors beside it.
 
-    Raises ConfigError when the file is not GGUF version 2 or 3, or is cut short.
+    Raises ConfigError when the file is not GGUF version 2 or 3, is cut short, or holds a tensor that cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +62,7 @@ class GgufFile(Mapping[str, Any]):
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self._walk()
-        except (struct.error, UnicodeDecodeError, KeyError) as error:
+        except (struct.error, ValueError, KeyError, TypeError, ArithmeticError) as error:  # what nonsense leads to
             raise ConfigError(f"{path} is cut short or damaged; get the file again") from error
 
     def __getitem__(self, key: str) -> Any:
@@ -69,17 +80,13 @@ class GgufFile(Mapping[str, Any]):
         return {name: info.shape for name, info in self._tensors.items()}
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor dequantised to float32, in memory of its own. ConfigError for an unknown quantisation."""
+        """A tensor dequantised to float32, in memory of its own."""
         info = self._tensors[name]
         kind = GGMLQuantizationType(info.kind)
         elements, size = GGML_QUANT_SIZES[kind]
         count = math.prod(info.shape)
         raw = np.frombuffer(self._data, np.uint8, count * size // elements, info.offset)
-        try:
-            values: npt.NDArray[np.float32] = dequantize(raw.reshape(*info.shape[:-1], -1), kind)
-        except NotImplementedError as error:
-            raise ConfigError(f"{self.path}: {name} is stored as {kind.name}, which cannot be read") from error
-        values = values.reshape(info.shape)
+        values: npt.NDArray[np.float32] = dequantize(raw.reshape(*info.shape[:-1], -1), kind).reshape(info.shape)
         return values if values.flags.writeable else values.copy()  # float32 came as a view of the file
 
     def _walk(self) -> None:
@@ -102,6 +109,12 @@ class GgufFile(Mapping[str, Any]):
         alignment = self.get("general.alignment", 32)
         base = -(-at // alignment) * alignment
         for name, kind, shape_, offset in found:
+            if not _readable(kind):
+                known = kind in {each.value for each in GGMLQuantizationType}
+                stored = GGMLQuantizationType(kind).name if known else f"type {kind}"
+                raise ConfigError(
+                    f"{self.path}: {name} is stored as {stored}, which cannot be read; quantise it otherwise"
+                )
             elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
             if base + offset + math.prod(shape_) * size // elements > len(self._data):
                 raise ConfigError(f"{self.path} ends before tensor {name} does; get the file again")

@@ -85,8 +85,11 @@ class Jobs:
                 f"decode asks for blocks of [{start.geometry}], prefill replica {core.replica} has "
                 f"[{core.geometry}]: deploy both pools with one model, dtype and block size"
             )
-        if not 0 < len(start.tokens) <= len(start.blocks) * core.geometry.block_size:
-            raise InvalidRequest(f"{len(start.tokens)} tokens do not fit {len(start.blocks)} blocks", "token_ids")
+        needed, blocks = -(-len(start.tokens) // core.geometry.block_size), set(start.blocks)
+        if not start.tokens or len(start.blocks) != needed:
+            raise InvalidRequest(f"{len(start.tokens)} tokens do not take {len(start.blocks)} blocks", "blocks")
+        if len(blocks) != needed or not 0 < min(blocks) <= max(blocks) <= core.cache.blocks:
+            raise InvalidRequest(f"blocks must be distinct, from 1 to {core.cache.blocks}", "blocks")
         if not all(0 <= token < core.vocabulary for token in start.tokens):
             raise InvalidRequest(f"token ids must be from 0 to {core.vocabulary - 1}", "token_ids")
         core.tags.open(Lease(core.replica, start.generation, start.blocks))

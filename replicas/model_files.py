@@ -31,6 +31,15 @@ _MOST_SAMPLES = 4096
 
 def model_config(source: Path) -> LlamaConfig:
     """What the model is, without its weights: some milliseconds. Raises ConfigError."""
+    try:
+        return _read_config(source)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
+        raise ConfigError(
+            f"model: the configuration of {source} makes no sense ({type(error).__name__}: {error}); get it again"
+        ) from error
+
+
+def _read_config(source: Path) -> LlamaConfig:
     if source.is_file():
         return read_config(GgufFile(source))
     if not source.is_dir():

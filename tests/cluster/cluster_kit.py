@@ -17,7 +17,7 @@ from typing import Any
 
 from bifolio.cluster.client import Client
 from bifolio.cluster.convert import usage_to_json
-from bifolio.cluster.local import MARK
+from bifolio.cluster.reaper import MARK
 from bifolio.cluster.spawn import SpawnedCluster
 
 PATIENCE_S = 60.0  # until a state that must come is given up

@@ -57,7 +57,7 @@ def test_generate_prints_the_answer_and_what_it_cost(two_and_two: SpawnedCluster
     flags = ["--address", two_and_two.grpc_address, "--max-tokens", 20, "--temperature", 0]
     done = bifolio("generate", PROMPT, *flags)
     assert done.stdout == expected + "\n"
-    assert re.search(r"\d+ \+ 20 tokens, length, .*, 1 blocks .* moved", done.stderr), done.stderr
+    assert re.search(r"\d+ \+ 20 tokens, length, .*, KV blocks moved: 1 ", done.stderr), done.stderr
     piped = bifolio("generate", "-", *flags, "--quiet", given=PROMPT)
     assert (piped.stdout, piped.stderr) == (expected + "\n", "")
 
@@ -93,7 +93,7 @@ def test_models_and_configuration() -> None:
 def test_config_check_names_the_nearest_field(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("pools: {prefill: {replicas: 0}}\n")
-    assert bifolio("config", "check", file).stdout == f"{file} is right\n"
+    assert bifolio("config", "check", file).stdout == f"{file}: no mistake found\n"
     file.write_text("pools: {prefil: {replicas: 0}}\n")
     wrong = bifolio("config", "check", file, status=1)
     assert "pools.prefil: unknown name; did you mean pools.prefill?" in wrong.stderr

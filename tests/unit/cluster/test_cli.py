@@ -106,7 +106,7 @@ def test_the_clusters_errors_come_back_as_themselves(
 
 def test_what_cannot_be_sent_is_refused_here(server: tuple[str, Servicer]) -> None:
     with Client(server[0]) as client:
-        for wrong in ({"top_k": 2**40}, {"seed": -1}, {"stop": ["\ud800"]}):
+        for wrong in ({"top_k": 2**40}, {"seed": 2**64}, {"stop": ["\ud800"]}):
             with pytest.raises(InvalidRequest, match="cannot be sent"):
                 list(client.generate("hi", **wrong))  # type: ignore[arg-type]
 
@@ -124,7 +124,7 @@ def test_generate_streams_to_stdout_and_sums_up_on_stderr(
     out, err = capsys.readouterr()
     assert out == "Once 더 upon\n"
     assert "3 + 2 tokens, stop, seed 7; TTFT 50 ms" in err
-    assert "prefilled on p-1, decoded on d-1, 4 blocks (2.0 MB) moved" in err
+    assert "prefilled on p-1, decoded on d-1, KV blocks moved: 4 (2.0 MB)" in err
     assert list(servicer.requests[0].sampling.stop) == ["a", "b"]
     assert cli.main(["generate", "hi", "--address", address, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
@@ -144,7 +144,7 @@ STATUS = {
     "replicas": [
         {
             "id": "prefill-1", "role": "prefill", "state": "live", "pid": 42, "address": "127.0.0.1:7001",
-            "free": 10, "cached": 0, "leased": 6, "total": 16, "offered": 0, "active": 2,
+            "free": 10, "cached": 0, "leased": 6, "total": 16, "offered": 0, "active": 2, "held": 6,
         }
     ],
 }  # fmt: skip
@@ -205,10 +205,10 @@ def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_serve_flags_reach_the_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bifolio.cluster import app
+    from bifolio.cluster import serve
 
     given = []
-    monkeypatch.setattr(app, "serve", lambda config: given.append(config) or 0)
+    monkeypatch.setattr(serve, "serve", lambda config: given.append(config) or 0)
     flags = "--model m.gguf --prefill 0 --decode 2 --dtype float32 --http-port 81 --grpc-port 82"
     assert cli.main(["serve", *flags.split(), "--served-model-name", "mine"]) == 0
     (config,) = given

@@ -8,8 +8,9 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
-from bifolio.cluster.responses import StreamedResponse
+from bifolio.cluster.responses import StreamedResponse, body_of
 from bifolio.protos.errors import InvalidRequest
 
 
@@ -64,6 +65,22 @@ def test_an_error_before_the_first_part_has_its_own_status():
         await respond(body(), client)
         assert client.sent[0]["status"] == 400
         assert json.loads(client.body)["error"]["param"] == "max_tokens"
+
+    asyncio.run(run())
+
+
+def test_a_body_is_refused_as_soon_as_it_is_too_long():
+    async def run() -> None:
+        async def receive() -> dict[str, Any]:
+            received.append(1)
+            return {"type": "http.request", "body": b"x" * 10, "more_body": len(received) < 100}
+
+        received: list[int] = []
+        with pytest.raises(InvalidRequest, match="more than 25 bytes"):
+            await body_of(Request({"type": "http"}, receive), 25)
+        assert len(received) == 3
+        received.clear()
+        assert len(await body_of(Request({"type": "http"}, receive), 1000)) == 1000
 
     asyncio.run(run())
 

@@ -106,7 +106,8 @@ def test_wanted_is_a_block_for_each_open_lease(tags: BlockTags) -> None:
     assert tags.report(0).reserve_wanted == 2
 
 
-def test_wanted_is_the_growth_of_the_last_seconds(tags: BlockTags) -> None:
+def test_wanted_is_the_growth_of_the_last_seconds() -> None:
+    tags = BlockTags(REPLICA, 64)
     tags.open(lease(1, 1))
     grant(tags, 2, 2, 3, 4)
     for now in (1.0, 2.0):
@@ -114,6 +115,14 @@ def test_wanted_is_the_growth_of_the_last_seconds(tags: BlockTags) -> None:
         assert tags.report(now).reserve_wanted == now
     assert tags.report(6.5).reserve_wanted == 1
     assert tags.report(50).reserve_wanted == 1
+
+
+def test_growth_takes_no_more_than_an_eighth_of_the_cache() -> None:
+    tags = BlockTags(REPLICA, 32)
+    tags.open(lease(1, 1))
+    grant(tags, 2, *range(2, 14))
+    tags.draw(generation(1), 12)
+    assert tags.report(1).reserve_wanted == 4
 
 
 def test_wanted_covers_a_draw_that_failed(tags: BlockTags) -> None:
@@ -126,7 +135,7 @@ def test_a_replica_whose_leases_do_not_grow_wants_no_reserve() -> None:
     tags = BlockTags(REPLICA, 8, grows=False)
     tags.open(lease(1, 1))
     assert tags.report(0).reserve_wanted == 0
-    assert not tags.low
+    assert not tags.due
 
 
 def test_surplus_is_dropped_by_the_report(tags: BlockTags) -> None:
@@ -139,18 +148,36 @@ def test_surplus_is_dropped_by_the_report(tags: BlockTags) -> None:
 
 
 def test_low_asks_for_one_report_not_for_a_storm(tags: BlockTags) -> None:
-    assert not tags.low
+    assert not tags.due
     tags.open(lease(1, 1))
-    assert tags.low
+    assert tags.due
     tags.report(0)
-    assert not tags.low  # the cell has no blocks: asking again at once would not help
+    assert not tags.due  # the cell has no blocks: asking again at once would not help
     grant(tags, 2, 5)
-    assert not tags.low
+    assert not tags.due
     tags.draw(generation(1), 1)
-    assert tags.low
+    assert tags.due
 
 
-def test_only_the_answer_to_the_newest_report_counts_and_once(tags: BlockTags) -> None:
+def test_a_reserve_that_is_not_wanted_any_more_is_given_up_at_once(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    grant(tags, 2, 5)
+    tags.report(0)
+    tags.close(generation(1))
+    assert tags.due
+    assert tags.report(1).reserve == ()
+    assert not tags.due
+
+
+def test_a_lease_that_is_open_is_not_opened_again(tags: BlockTags) -> None:
+    tags.open(lease(1, 1))
+    with pytest.raises(StalePlacement, match="open already"):
+        tags.open(lease(1, 2))
+    tags.close(generation(1))
+    assert tags.held == 0
+
+
+def test_only_the_reply_to_the_newest_report_counts_and_once(tags: BlockTags) -> None:
     tags.open(lease(1, 1))
     old, new = tags.report(0), tags.report(0)
     tags.apply(Reply(old.beat, granted=lease(2, 5)))

@@ -125,6 +125,9 @@ def test_a_thread_that_ends_by_a_bug_leaves_nobody_waiting():
     assert (closed.generation, closed.reason) == (Generation(1, 1), "failed")
     thread.join(20)
     assert not thread.is_alive()
+    thread.submit(add(2, (3,), most=1))
+    thread.submit(Abort(Generation(1, 2)))
+    assert delivered.get(timeout=20) == [Closed(Generation(1, 2), "failed", "the engine has ended")]
 
 
 def test_the_thread_sleeps_until_something_is_submitted_and_stops_when_told():

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from split import Pair, pair
 
-from bifolio.protos.messages import BlockId, Lease
+from bifolio.protos.errors import InvalidRequest, StalePlacement
+from bifolio.protos.messages import BlockId, Lease, RequestId, Start
 
 PROMPT = [
     5,
@@ -118,6 +119,44 @@ def test_a_stale_prefill_lease_ends_the_attempt_as_resumable(glassllm_dir):
             it.prefill.tags.close(thief)
 
     run(steal())
+
+
+def test_a_start_that_makes_no_sense_is_refused_and_leaves_no_trace(glassllm_dir):
+    """The stream's port takes messages from anyone on this machine."""
+
+    async def nonsense() -> None:
+        async with pair(glassllm_dir, **SMALL) as it:
+            assert it.prefill is not None
+            assert it.jobs is not None
+            placement = await it.place(it.request(PROMPT, **GREEDY))
+            assert placement.prefill is not None
+            good = Start(
+                RequestId("x"),
+                placement.prefill.generation,
+                placement.prefill.blocks,
+                tuple(PROMPT),
+                it.prefill.geometry,
+                0.0,
+            )
+            last = BlockId(SMALL["cache_tokens"] // SMALL["block_size"])
+            for wrong in (
+                {"blocks": ()},
+                {"blocks": good.blocks[:-1]},
+                {"blocks": (*good.blocks, BlockId(99))},
+                {"blocks": (good.blocks[0],) * len(good.blocks)},
+                {"blocks": (BlockId(0), *good.blocks[1:])},
+                {"blocks": (BlockId(last + 1), *good.blocks[1:])},
+                {"tokens": ()},
+                {"tokens": (-1, *good.tokens[1:])},
+                {"tokens": (10**6, *good.tokens[1:])},
+            ):
+                with pytest.raises(InvalidRequest):
+                    it.jobs.begin(replace(good, **wrong))
+            with it.jobs.begin(good), pytest.raises(StalePlacement, match="open already"):
+                it.jobs.begin(replace(good, blocks=tuple(BlockId(b + 50) for b in good.blocks)))
+            assert it.prefill.tags.held == 0
+
+    run(nonsense())
 
 
 def test_parts_of_the_time_to_the_first_token_add_up(glassllm_dir):

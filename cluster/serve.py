@@ -1,0 +1,161 @@
+"""`bifolio serve`: the application on a private Ray cluster of this machine, from the first check to the last process.
+
+Says in lines of its own what happens, on standard output; Ray's chatter there is dropped. Heavy imports wait until
+Ray's environment stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from bifolio.protos.errors import Unavailable
+from bifolio.replicas.model_files import check_model
+
+from .app import APPLICATION, MANAGER, SERVICER, build
+from .config import ClusterConfig
+from .local import local_ray, require_free
+from .models import resolve
+from .tokenizer import Tokenizer
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK_S = 0.5  # between two looks at a cluster that starts
+WATCH_S = 2.0  # and at one that serves
+LOST_S = 60.0  # a cluster that does not answer for so long is given up
+
+Say = Callable[[str], None]
+
+
+class _Stop(BaseException):
+    """A signal to stop, wherever it lands."""
+
+
+def _raise_stop(number: int, frame: FrameType | None) -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)  # stopping has begun, once is enough
+    raise _Stop(number)
+
+
+def _handle_signals() -> None:
+    for each in SIGNALS:  # a background shell starts us with SIGINT ignored
+        signal.signal(each, _raise_stop)
+
+
+def serve(config: ClusterConfig) -> int:
+    """Run the cluster until a signal. Returns the exit status: 128 + signal if it came before the cluster was ready.
+
+    Raises ConfigError before anything starts, and Unavailable if the cluster does not start or is lost.
+    """
+    model = resolve(config.model.source)
+    check_model(model)  # what is wrong with a model is said here, not by replicas that cannot start
+    Tokenizer.load(model)
+    require_free(config.http.host, config.http.port, "http.port")
+    require_free(config.http.host, config.grpc.port, "grpc.port")
+    began, out = time.monotonic(), sys.stdout
+
+    def say(text: str) -> None:
+        print(f"bifolio: {text} ({time.monotonic() - began:.1f} s)", file=out, flush=True)
+
+    ready = False
+    _handle_signals()
+    try:
+        say(f"starting Ray, for {_pools(_wanted(config))}")
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), local_ray() as logs:
+            _handle_signals()  # Ray has put its own
+            try:
+                _start(config, model, say)
+                ready, host = True, config.http.host
+                say(f"ready: http://{host}:{config.http.port}/v1/completions and grpc://{host}:{config.grpc.port}")
+                say(f"logs: {logs}")
+                _watch(config, say)
+            except Unavailable as error:
+                raise Unavailable(f"{error.message}\nits logs are kept: {logs}") from error
+            finally:
+                say("stopping")
+    except _Stop as stop:
+        return 0 if ready else 128 + int(stop.args[0])
+    except SystemExit:  # from the handler that Ray puts in ray.init, for as long as that runs
+        return 128 + signal.SIGTERM
+    finally:
+        say("stopped")
+
+
+def _start(config: ClusterConfig, model: Path, say: Say) -> None:
+    """Deploy, and say which replicas are there, until all are."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    from bifolio.kv_manager.actor import start
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # our own lines say what happens
+    try:
+        start(MANAGER, APPLICATION, config.kv)
+        serve.start(
+            http_options={"host": config.http.host, "port": config.http.port},
+            grpc_options={"port": config.grpc.port, "grpc_servicer_functions": [SERVICER]},
+        )
+        say(f"loading {config.model.source}")
+        target = serve.RunTarget(build(config, model), name=APPLICATION, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        _wait_until_running(config, say)
+    except (RayError, RuntimeError) as error:
+        raise Unavailable(f"the cluster did not start: {error}") from error
+
+
+def _wait_until_running(config: ClusterConfig, say: Say) -> None:
+    from ray import serve
+
+    wanted, before = _wanted(config), {"prefill": 0, "decode": 0}
+    while (application := serve.status().applications.get(APPLICATION)) is None or application.status != "RUNNING":
+        deployments = application.deployments if application else {}
+        for deployment in deployments.values():
+            if "failed" in deployment.message.lower():
+                last = [line for line in deployment.message.strip().splitlines() if line.strip()][-1]
+                raise Unavailable(f"the cluster did not start: a replica failed: {last}")
+        running = {n.lower(): d.replica_states.get("RUNNING", 0) for n, d in deployments.items()}
+        alive = {role: running.get(role, 0) for role in wanted}
+        if alive != before:
+            say(f"alive: {_pools(wanted, alive)}")
+            before = alive
+        time.sleep(LOOK_S)
+
+
+def _watch(config: ClusterConfig, say: Say) -> NoReturn:
+    """Say when replicas are lost and come back. Ends by _Stop, or as Unavailable when the cluster is lost."""
+    import ray
+    from ray.exceptions import RayError
+
+    from bifolio.kv_manager.actor import connect
+
+    wanted = before = _wanted(config)
+    manager, heard = connect(MANAGER, APPLICATION), time.monotonic()
+    while True:
+        time.sleep(WATCH_S)
+        try:
+            replicas = ray.get(manager.snapshot.remote(), timeout=WATCH_S)["replicas"]
+        except RayError as error:
+            if time.monotonic() - heard > LOST_S:
+                raise Unavailable(f"the KV manager has not answered for {LOST_S:.0f} s: {error}") from error
+            continue
+        heard = time.monotonic()
+        roles = [replica["role"] for replica in replicas if replica["state"] == "alive"]
+        alive = {role: roles.count(role) for role in wanted}
+        if alive != before:
+            say(f"alive: {_pools(wanted, alive)}")
+            before = alive
+
+
+def _wanted(config: ClusterConfig) -> dict[str, int]:
+    return {"prefill": config.pools.prefill.replicas, "decode": config.pools.decode.replicas}
+
+
+def _pools(wanted: dict[str, int], alive: dict[str, int] | None = None) -> str:
+    return ", ".join(f"{alive[role]} of {n} {role}" if alive else f"{n} {role}" for role, n in wanted.items())

@@ -171,6 +171,11 @@ def test_what_can_never_fit_is_refused_with_the_numbers(tokenizer: Tokenizer) ->
     assert error_response(caught.value)[2]["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_text_beyond_all_context_is_refused_before_it_is_tokenized(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DoesNotFit, match=r"at most 1048576 characters, and 128 tokens"):
+        resolved(tokenizer, body(prompt="x" * (2**20 + 1)))
+
+
 def test_an_open_max_tokens_takes_what_room_there_is(tokenizer: Tokenizer) -> None:
     assert resolved(tokenizer, body(prompt=[5] * 120))[1].max_tokens == 8
 

@@ -1,0 +1,53 @@
+"""The public surface: what users and other layers may rely on. A change here is a change for them."""
+
+import inspect
+
+import bifolio.kernels
+from bifolio.cluster import cli
+from bifolio.cluster.client import Client
+from bifolio.protos import errors, inference_pb2
+
+
+def test_kernels():
+    signatures = {
+        name: list(inspect.signature(getattr(bifolio.kernels, name)).parameters)
+        for name in bifolio.kernels.__all__
+        if inspect.isfunction(getattr(bifolio.kernels, name))
+    }
+    assert signatures == {
+        "paged_attention": [
+            *("q", "kv", "block_table", "seq_lens", "cu_q", "plan"),
+            *("causal", "window", "softcap", "sinks", "k_scale", "v_scale", "scale", "out", "lse"),
+        ],
+        "plan": ["cu_q", "seq_lens", "block_table"],
+        "rms_norm": ["x", "residual", "weight", "eps"],
+        "rope_and_write": ["q", "k", "v", "cos", "sin", "positions", "slots", "kv"],
+        "rope_tables": ["head_dim", "max_positions", "theta"],
+        "sample": ["logits", "temperature", "top_p", "top_k", "uniforms"],
+        "silu_mul": ["gate_up"],
+    }
+    assert sorted(set(bifolio.kernels.__all__) - signatures.keys()) == ["AttentionPlan"]
+
+
+def test_the_grpc_service():
+    service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+    assert service.full_name == "bifolio.v1.Inference"
+    assert [method.name for method in service.methods] == ["Generate", "ListModels"]
+
+
+def test_the_client():
+    methods = [name for name, _ in inspect.getmembers(Client, inspect.isfunction) if not name.startswith("_")]
+    assert methods == ["close", "generate", "models"]
+
+
+def test_the_commands():
+    commands = next(action.choices for action in cli._parser()._actions if action.choices)
+    assert sorted(commands) == ["config", "demo", "generate", "models", "serve", "status"]
+
+
+def test_every_error_has_a_status():
+    tree = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.BifolioError)]
+    assert len(tree) == 17
+    for error in tree:
+        code, status, _ = errors.status_of(error.__new__(error))
+        assert (code, status) != ("INTERNAL", 500) or error is errors.BifolioError, error

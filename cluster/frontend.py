@@ -79,6 +79,7 @@ class Frontend:
         """
         tries = 0
         avoid: tuple[ReplicaId, ...] = ()
+        used: tuple[ReplicaId, ...] = ()  # prefill replicas of attempts that ended early
         done = False
         try:
             while not done:
@@ -106,8 +107,12 @@ class Frontend:
                     raise Unavailable(
                         f"{tries} attempts in a row brought no token; the last ended with {cause.message}"
                     )
+                if placement.prefill is not None:
+                    used = (*used, placement.prefill.replica)
                 if cause.replica is not None:
                     avoid = (*avoid, ReplicaId(cause.replica))
+                if tries == MOST_TRIES - 1:  # for the last attempt, whoever was to blame: decode can prefill itself
+                    avoid = (*avoid, *used)
                 await asyncio.sleep(PAUSE_S * tries)
                 account.resumed(time.monotonic() - began)
         finally:

@@ -27,7 +27,8 @@ from bifolio.protos.messages import (
 )
 
 REQUEST = Request(RequestId("r"), (1, 2, 3), Sampling(10), 5.0)
-STALE = Delta(resumable=("StalePlacement", "block 3 went elsewhere", "p#1"))
+STALE = Delta(resumable=("StalePlacement", "block 3 went elsewhere", None))
+FAILED = Delta(resumable=("TransferFailed", "a frame is missing", "p#1"))
 
 
 class Manager:
@@ -46,7 +47,8 @@ class Manager:
         if self.answers and isinstance(answer := self.answers.pop(0), Exception):
             raise answer
         number = len(self.asks)
-        return Placement(ask.request, Lease(ReplicaId(f"d#{number}"), Generation(1, number), ()))
+        decode = Lease(ReplicaId(f"d#{number}"), Generation(1, number), ())
+        return Placement(ask.request, decode, Lease(ReplicaId(f"p#{number}"), Generation(2, number), ()))
 
 
 class Decode:
@@ -101,8 +103,14 @@ def test_an_attempt_that_ends_early_goes_on_with_the_tokens_it_has():
 
 def test_the_replica_that_failed_is_avoided():
     manager = Manager()
-    collect(manager, Decode([STALE], [Delta((9,), "stop")]))
+    collect(manager, Decode([FAILED], [Delta((9,), "stop")]))
     assert [ask.exclude for ask in manager.asks] == [(), ("p#1",)]
+
+
+def test_the_last_attempt_avoids_every_prefill_replica_that_was_used():
+    manager = Manager()
+    collect(manager, Decode([STALE], [STALE], [Delta((9,), "stop")]))
+    assert [ask.exclude for ask in manager.asks] == [(), (), ("p#1", "p#2")]
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,8 @@ def serve(config: ClusterConfig) -> int:
             try:
                 _start(config, model, say)
                 ready, host = True, config.http.host
-                say(f"ready: http://{host}:{config.http.port}/v1/completions and grpc://{host}:{config.grpc.port}")
                 say(f"logs: {logs}")
+                say(f"ready: http://{host}:{config.http.port}/v1/completions and grpc://{host}:{config.grpc.port}")
                 _watch(config, say)
             except Unavailable as error:
                 raise Unavailable(f"{error.message}\nits logs are kept: {logs}") from error

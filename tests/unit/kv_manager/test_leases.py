@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from ledger_kit import CONFIG, Side, ask, grown, info, placed
+from ledger_kit import Side, ask, grown, info, placed
 
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.protos.errors import Revoked, StalePlacement
@@ -13,19 +11,6 @@ from bifolio.protos.messages import (
     ReplicaId,
     RequestId,
 )
-
-
-@pytest.fixture
-def ledger() -> Iterator[Ledger]:
-    ledger = Ledger(1, CONFIG)
-    yield ledger
-    ledger.check_integrity()
-
-
-@pytest.fixture
-def decode(ledger: Ledger) -> Side:
-    return Side(ledger, info("d"))
-
 
 # -- leases
 

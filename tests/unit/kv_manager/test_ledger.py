@@ -3,7 +3,6 @@ check_integrity."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,19 +17,6 @@ from bifolio.protos.messages import (
     Reply,
     Report,
 )
-
-
-@pytest.fixture
-def ledger() -> Iterator[Ledger]:
-    ledger = Ledger(1, CONFIG)
-    yield ledger
-    ledger.check_integrity()
-
-
-@pytest.fixture
-def decode(ledger: Ledger) -> Side:
-    return Side(ledger, info("d"))
-
 
 # -- registration
 

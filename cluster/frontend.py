@@ -79,7 +79,7 @@ class Frontend:
         """
         tries = 0
         avoid: tuple[ReplicaId, ...] = ()
-        used: tuple[ReplicaId, ...] = ()  # prefill replicas of attempts that ended early
+        used: tuple[ReplicaId, ...] = ()  # prefill replicas of attempts that did not end by decode's fault
         done = False
         try:
             while not done:
@@ -107,11 +107,11 @@ class Frontend:
                     raise Unavailable(
                         f"{tries} attempts in a row brought no token; the last ended with {cause.message}"
                     )
-                if placement.prefill is not None:
+                if placement.prefill is not None and cause.replica != placement.decode.replica:
                     used = (*used, placement.prefill.replica)
                 if cause.replica is not None:
                     avoid = (*avoid, ReplicaId(cause.replica))
-                if tries == MOST_TRIES - 1:  # for the last attempt, whoever was to blame: decode can prefill itself
+                if tries == MOST_TRIES - 1:  # for the last attempt: decode can prefill itself
                     avoid = (*avoid, *used)
                 await asyncio.sleep(PAUSE_S * tries)
                 account.resumed(time.monotonic() - began)

@@ -161,6 +161,12 @@ def test_three_attempts_without_a_token_are_an_error_and_the_request_is_given_up
     assert manager.calls == [("revoke", "r")]
 
 
+def test_prefill_replicas_do_not_answer_for_lost_decode_replicas():
+    manager = Manager()
+    collect(manager, Decode([ActorDiedError()], [ActorDiedError()], [Delta((9,), "stop")]))
+    assert [ask.exclude for ask in manager.asks] == [(), ("d#1",), ("d#1", "d#2")]
+
+
 def test_a_token_is_progress_and_attempts_are_counted_anew():
     streams = [[STALE], [STALE], [Delta((7,)), STALE], [STALE], [Delta((8,), "stop")]]
     assert collect(Manager(), Decode(*streams)) == [7, 8]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from bifolio.kv_manager.config import KvConfig
+from bifolio.kv_manager.config import FrozenConfig, KvConfig
 from bifolio.protos.errors import ConfigError
 from bifolio.replicas.config import DecodePoolConfig, EngineConfig, ModelConfig, PrefillPoolConfig
 
@@ -20,18 +20,19 @@ from .mistakes import allowed, explain
 from .models import default_name
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class PoolsConfig(_Frozen):
+class PoolsConfig(FrozenConfig):
     """The two replica pools."""
 
     prefill: PrefillPoolConfig = Field(default=PrefillPoolConfig(), description="The replicas that compute prompts.")
     decode: DecodePoolConfig = Field(default=DecodePoolConfig(), description="The replicas that generate tokens.")
 
+    @property
+    def wanted(self) -> dict[str, int]:
+        """How many replicas of each role."""
+        return {"prefill": self.prefill.replicas, "decode": self.decode.replicas}
 
-class HttpConfig(_Frozen):
+
+class HttpConfig(FrozenConfig):
     """The OpenAI-compatible door."""
 
     host: Literal["127.0.0.1", "localhost"] = Field(
@@ -43,13 +44,13 @@ class HttpConfig(_Frozen):
     )
 
 
-class GrpcConfig(_Frozen):
+class GrpcConfig(FrozenConfig):
     """The gRPC door."""
 
     port: int = Field(default=9000, ge=1, le=65535, description="Port of bifolio.v1.Inference, with reflection.")
 
 
-class ClusterConfig(_Frozen):
+class ClusterConfig(FrozenConfig):
     """Everything a cluster is started from."""
 
     model: ModelConfig = Field(default=ModelConfig(), description="The model that is served.")

@@ -31,32 +31,25 @@ from .completions import events, whole
 from .config import ClusterConfig
 from .convert import query_from_pb
 from .frontend import Frontend
-from .openai import CompletionFormat, error_response, not_served, parse
+from .openai import CompletionFormat, not_served, parse
 from .peers import OnlyLoopback
 from .query import check_model, most_bytes
-from .responses import StreamedResponse, body_of
+from .responses import StreamedResponse, body_of, refusal
 from .rpc import call
 from .tokenizer import Tokenizer
 
 api = FastAPI(title="Bifolio", docs_url=None, redoc_url=None)
-
-
 api.add_middleware(OnlyLoopback)
 
 
 @api.exception_handler(BifolioError)
 async def _refused(request: Request, error: BifolioError) -> Response:
-    return _error(error)
+    return refusal(error)
 
 
 @api.exception_handler(HTTPException)
 async def _not_served(request: Request, error: HTTPException) -> Response:
     return JSONResponse(not_served(request.url.path, request.method), error.status_code, error.headers)
-
-
-def _error(error: BaseException) -> Response:
-    status, headers, content = error_response(error)
-    return JSONResponse(content, status, headers)
 
 
 @serve.ingress(api)
@@ -75,7 +68,7 @@ class Ingress:
             shape.vocab_size,
             int(time.time()),
         )
-        self._wanted = {"prefill": config.pools.prefill.replicas, "decode": config.pools.decode.replicas}
+        self._wanted = config.pools.wanted
         self._manager = connect(*manager)
         self._frontend = Frontend(self._manager, decode)
 

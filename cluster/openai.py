@@ -190,11 +190,15 @@ def not_served(path: str, method: str) -> Json:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
 
 
+def public_message(error: BaseException) -> str:
+    """What a client is told. An error that is not ours is not shown: it may tell too much."""
+    return error.message if isinstance(error, BifolioError) else "internal error; the server's log has it"
+
+
 def error_response(error: BaseException) -> tuple[int, dict[str, str], Json]:
-    """HTTP status, headers and body. An error that is not ours is not shown: it may tell too much."""
+    """HTTP status, headers and body."""
     _, status, kind = status_of(error)
-    message = error.message if isinstance(error, BifolioError) else "internal error; the server's log has it"
     code = _CODES.get(type(error))
     param = error.field if isinstance(error, InvalidRequest) else None
     headers = {"Retry-After": str(max(1, round(error.retry_after)))} if isinstance(error, Overloaded) else {}
-    return status, headers, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return status, headers, {"error": {"message": public_message(error), "type": kind, "param": param, "code": code}}

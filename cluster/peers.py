@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bifolio.protos.errors import PeerRefused
 
-from .openai import error_response
+from .responses import refusal
 
 
 def require_loopback(peer: str | None) -> None:
@@ -42,7 +41,6 @@ class OnlyLoopback:
             try:
                 require_loopback((scope.get("client") or (None,))[0])
             except PeerRefused as error:
-                status, headers, content = error_response(error)
-                await JSONResponse(content, status, headers)(scope, receive, send)
+                await refusal(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -29,6 +29,12 @@ async def body_of(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
+def refusal(error: BaseException) -> JSONResponse:
+    """The response to a request that ends with an error before its answer has begun."""
+    status, headers, content = error_response(error)
+    return JSONResponse(content, status, headers)
+
+
 class StreamedResponse(Response):
     """Sends `body` as it comes. An error before its first bytes becomes an error response with its own status."""
 
@@ -55,9 +61,9 @@ class StreamedResponse(Response):
         try:
             part = await anext(self._body)
         except Exception as error:
-            status, headers, content = error_response(error)
-            await JSONResponse(content, status, headers)(scope, receive, send)
-            if status >= 500:
+            response = refusal(error)
+            await response(scope, receive, send)
+            if response.status_code >= 500:
                 raise  # the log shall have it
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

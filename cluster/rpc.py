@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from bifolio.protos.errors import BifolioError, status_of
+from bifolio.protos.errors import status_of
 
-from .openai import error_response
+from .openai import public_message
 from .peers import address_of, require_loopback
 
 
@@ -22,7 +22,5 @@ def call(context: Any) -> Iterator[None]:
         yield
     except Exception as error:
         context.set_code(grpc.StatusCode[status_of(error)[0]])
-        context.set_details(
-            error.message if isinstance(error, BifolioError) else error_response(error)[2]["error"]["message"]
-        )
+        context.set_details(public_message(error))
         raise

@@ -67,7 +67,7 @@ def serve(config: ClusterConfig) -> int:
     ready = False
     _handle_signals()
     try:
-        say(f"starting Ray, for {_pools(_wanted(config))}")
+        say(f"starting Ray, for {_pools(config.pools.wanted)}")
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), local_ray() as logs:
             _handle_signals()  # Ray has put its own
             try:
@@ -113,7 +113,7 @@ def _start(config: ClusterConfig, model: Path, say: Say) -> None:
 def _wait_until_running(config: ClusterConfig, say: Say) -> None:
     from ray import serve
 
-    wanted, before = _wanted(config), {"prefill": 0, "decode": 0}
+    wanted, before = config.pools.wanted, {"prefill": 0, "decode": 0}
     while (application := serve.status().applications.get(APPLICATION)) is None or application.status != "RUNNING":
         deployments = application.deployments if application else {}
         for deployment in deployments.values():
@@ -135,7 +135,7 @@ def _watch(config: ClusterConfig, say: Say) -> NoReturn:
 
     from bifolio.kv_manager.actor import connect
 
-    wanted = before = _wanted(config)
+    wanted = before = config.pools.wanted
     manager, heard = connect(MANAGER, APPLICATION), time.monotonic()
     while True:
         time.sleep(WATCH_S)
@@ -151,10 +151,6 @@ def _watch(config: ClusterConfig, say: Say) -> NoReturn:
         if alive != before:
             say(f"alive: {_pools(wanted, alive)}")
             before = alive
-
-
-def _wanted(config: ClusterConfig) -> dict[str, int]:
-    return {"prefill": config.pools.prefill.replicas, "decode": config.pools.decode.replicas}
 
 
 def _pools(wanted: dict[str, int], alive: dict[str, int] | None = None) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class KvConfig(BaseModel):
+class FrozenConfig(BaseModel):
+    """Every layer's configuration: frozen, no unknown keys, no value of another type."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+
+class KvConfig(FrozenConfig):
     offer_ttl_s: float = Field(
         default=10.0, ge=0.1, le=600, description="An offered lease that nobody opens dies after this long."
     )

@@ -44,7 +44,7 @@ class Beat:
         await self._manager.register.remote(info, self._take_report())
         self._task = asyncio.create_task(self._beat())
 
-    async def drain(self) -> None:
+    def drain(self) -> None:
         """Ask for no new work: the next report says so."""
         self._draining = True
         self._now.set()

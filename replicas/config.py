@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from bifolio.kv_manager.config import FrozenConfig
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class ModelConfig(_Frozen):
+class ModelConfig(FrozenConfig):
     """The model that is served."""
 
     source: str = Field(
@@ -30,7 +28,7 @@ class ModelConfig(_Frozen):
     )
 
 
-class EngineConfig(_Frozen):
+class EngineConfig(FrozenConfig):
     """The engine of every replica, prefill and decode alike."""
 
     block_size: int = Field(default=16, ge=8, le=256, description="Token positions in one KV block.")
@@ -60,7 +58,7 @@ class EngineConfig(_Frozen):
         return self
 
 
-class PrefillPoolConfig(_Frozen):
+class PrefillPoolConfig(FrozenConfig):
     """The replicas that compute prompts."""
 
     replicas: int = Field(
@@ -71,7 +69,7 @@ class PrefillPoolConfig(_Frozen):
     )
 
 
-class DecodePoolConfig(_Frozen):
+class DecodePoolConfig(FrozenConfig):
     """The replicas that generate tokens."""
 
     replicas: int = Field(default=1, ge=1, le=64, description="At least one: every answer is decoded somewhere.")

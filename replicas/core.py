@@ -76,7 +76,7 @@ class Core:
         self.runner = Runner(Llama(config, weights), self.cache)
         self._engine = Engine(self.runner, scheduler)
         self._thread: EngineThread | None = None
-        self.replica, self.role, self._blocks, self._spec = replica, role, blocks, spec
+        self.replica, self.role, self._spec = replica, role, spec
         logger.info("%s %s: model loaded in %.1f s, %d blocks", role, replica, time.monotonic() - began, blocks)
 
     def start(self, deliver: Callable[[list[Event]], None]) -> None:
@@ -104,7 +104,7 @@ class Core:
             self.replica,
             self.role,
             self.geometry,
-            self._blocks,
+            self.cache.blocks,
             address,
             os.getpid(),
             self._spec.engine.max_sequences,

@@ -33,7 +33,7 @@ class PrefillReplica:
     async def __del__(self) -> None:
         """Serve calls this when the replica leaves: its streams end first."""
         self._jobs.draining = True
-        await self._beat.drain()
+        self._beat.drain()
         while self._server.active:
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self._server.stop, 1.0)

@@ -5,12 +5,13 @@ chosen. `torch_*.py` are the plain torch versions: oracle for every other backen
 does.
 """
 
-from .ops import paged_attention, rms_norm, rope_and_write, sample, silu_mul
+from .ops import linear, paged_attention, rms_norm, rope_and_write, sample, silu_mul
 from .plan import AttentionPlan, plan
 from .rope_tables import rope_tables
 
 __all__ = [
     "AttentionPlan",
+    "linear",
     "paged_attention",
     "plan",
     "rms_norm",

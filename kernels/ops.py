@@ -2,14 +2,18 @@
 
 Only torch serves them today. Another backend is one more module with the signatures of `torch_*.py`; what
 differs between them is speed and rounding, never a contract.
+
+`exact` promises more, for float32 on CPUs: a row's result has the same bits whatever stands beside it and
+however its sequence was cut into steps, once `self_check` has passed in this process.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from . import checks, torch_attention, torch_sample, torch_small
+from . import checks, torch_attention, torch_exact, torch_sample, torch_small
 from .plan import AttentionPlan
 
 
@@ -30,6 +34,7 @@ def paged_attention(
     scale: float | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """Attention of B sequences, prompt chunks and single tokens alike, over their blocks of one layer's
     cache.
@@ -46,6 +51,7 @@ def paged_attention(
     scale        of the scores; None is D ** -0.5
     out          [T, HQ, D] of q's dtype, filled and returned; None allocates it
     lse          float32 [T, HQ], filled with the natural logarithm of each row's softmax denominator
+    exact        float32 alone, without softcap, sinks and lse
 
     The softmax is float32. A row that sees no key gives 0 and lse -inf (with a sink: the sink). Slots at or
     past a sequence's length, and before every row's window, have no influence whatever they hold. A
@@ -77,6 +83,13 @@ def paged_attention(
     else:
         checks.shape("out", out, q.shape, "T, HQ, D")
         checks.dtype("out", out, (q.dtype,))
+    if exact:
+        _exact("q", q)
+        if softcap is not None or sinks is not None or lse is not None or kv.dtype != q.dtype:
+            raise ValueError("exact: with softcap, sinks, lse or a float8 cache; allowed is none of them")
+        scale = q.shape[2] ** -0.5 if scale is None else scale
+        torch_exact.paged_attention(q, kv, plan, causal=causal, window=window, scale=scale, out=out)
+        return out
     # a scale left over from a float8 configuration must not bend another cache
     scaled = kv.dtype in checks.FLOAT8
     torch_attention.paged_attention(
@@ -142,7 +155,31 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     return torch_small.rms_norm(x, residual, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> Tensor:
+    """x weight^T + bias: [T, N] of x [T, K], weight [N, K], bias [N]; one float dtype, float32 alone if exact.
+
+    Mutates nothing. Raises ValueError for a wrong shape or dtype.
+    """
+    checks.shape("weight", weight, (None, x.shape[-1]), "N, K")
+    checks.shape("x", x, (None, None), "T, K")
+    checks.dtype("x", x, checks.FLOATS)
+    checks.dtype("weight", weight, (x.dtype,))
+    if bias is not None:
+        checks.shape("bias", bias, weight.shape[:1], "N")
+        checks.dtype("bias", bias, (x.dtype,))
+    if exact:
+        _exact("x", x)
+        return torch_exact.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _exact(name: str, x: Tensor) -> None:
+    checks.dtype(name, x, (torch.float32,))
+    if x.device.type != "cpu":
+        raise ValueError(f"{name}: on {x.device}; exact is for the CPU")
+
+
+def silu_mul(gate_up: Tensor, *, exact: bool = False) -> Tensor:
     """silu(gate) * up (SwiGLU, Shazeer 2020) of gate_up [T, 2I], gate in the first half: [T, I], same dtype.
 
     The sigmoid is float32. Mutates nothing. Raises ValueError for an odd last axis.
@@ -150,6 +187,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     checks.dtype("gate_up", gate_up, checks.FLOATS)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: shape {list(gate_up.shape)}; allowed is an even last axis, gate and up")
+    if exact:
+        _exact("gate_up", gate_up)
+        return torch_exact.silu_mul(gate_up)
     return torch_small.silu_mul(gate_up)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import kv_pb2
-from .messages import BlockId, Commit, Generation, Geometry, RequestId, Start
+from .messages import BlockId, Commit, Generation, Geometry, RequestId, Start, TokenLogprobs
 
 
 def generation_to_pb(generation: Generation) -> kv_pb2.Generation:
@@ -31,6 +31,7 @@ def start_to_pb(start: Start) -> kv_pb2.Start:
         skip_blocks=start.skip_blocks,
         geometry=geometry_to_pb(start.geometry),
         arrival=start.arrival,
+        prompt_logprobs=start.prompt_logprobs,
     )
 
 
@@ -43,6 +44,7 @@ def start_from_pb(pb: kv_pb2.Start) -> Start:
         geometry=geometry_from_pb(pb.geometry),
         arrival=pb.arrival,
         skip_blocks=pb.skip_blocks,
+        prompt_logprobs=pb.prompt_logprobs if pb.HasField("prompt_logprobs") else None,
     )
 
 
@@ -57,6 +59,7 @@ def commit_to_pb(commit: Commit) -> kv_pb2.Commit:
         logits=commit.logits,
         queue_seconds=commit.queue_seconds,
         prefill_seconds=commit.prefill_seconds,
+        prompt_logprobs=map(_logprobs_to_pb, commit.prompt_logprobs),
     )
 
 
@@ -71,4 +74,14 @@ def commit_from_pb(pb: kv_pb2.Commit) -> Commit:
         logits=pb.logits,
         queue_seconds=pb.queue_seconds,
         prefill_seconds=pb.prefill_seconds,
+        prompt_logprobs=tuple(map(_logprobs_from_pb, pb.prompt_logprobs)),
     )
+
+
+def _logprobs_to_pb(one: TokenLogprobs) -> kv_pb2.PromptLogprob:
+    ids, values = zip(*one.top, strict=True) if one.top else ((), ())
+    return kv_pb2.PromptLogprob(token_id=one.token, logprob=one.logprob, top_ids=ids, top_logprobs=values)
+
+
+def _logprobs_from_pb(pb: kv_pb2.PromptLogprob) -> TokenLogprobs:
+    return TokenLogprobs(pb.token_id, pb.logprob, tuple(zip(pb.top_ids, pb.top_logprobs, strict=True)))

@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62ifolio/protos/inference.proto\x12\nbifolio.v1\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.bifolio.v1.Model\"<\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\x05\"\x8d\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.bifolio.v1.TokenIdsH\x00\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.bifolio.v1.SamplingB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xee\x01\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\x80\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.bifolio.v1.Usage\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"\x8f\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.bifolio.v1.Timings\x12 \n\x05route\x18\x05 \x01(\x0b\x32\x11.bifolio.v1.Route\"\x80\x01\n\x07Timings\x12\x0c\n\x04ttft\x18\x01 \x01(\x01\x12\r\n\x05queue\x18\x02 \x01(\x01\x12\x0f\n\x07prefill\x18\x03 \x01(\x01\x12\x10\n\x08transfer\x18\x04 \x01(\x01\x12\x14\n\x0c\x66irst_decode\x18\x05 \x01(\x01\x12\x10\n\x08overhead\x18\x06 \x01(\x01\x12\r\n\x05total\x18\x07 \x01(\x01\"h\n\x05Route\x12\x17\n\x0fprefill_replica\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_replica\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x05\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x0f\n\x07resumes\x18\x05 \x01(\x05\x32\xa1\x01\n\tInference\x12G\n\x08Generate\x12\x1b.bifolio.v1.GenerateRequest\x1a\x1c.bifolio.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.bifolio.v1.ListModelsRequest\x1a\x1e.bifolio.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62ifolio/protos/inference.proto\x12\nbifolio.v1\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.bifolio.v1.Model\"<\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\x05\"\xe1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.bifolio.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.bifolio.v1.ChatH\x00\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.bifolio.v1.Sampling\x12\x1c\n\x0fprompt_logprobs\x18\x06 \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06promptB\x12\n\x10_prompt_logprobs\"j\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.bifolio.v1.ChatMessage\x12\x1e\n\x16\x63ontinue_final_message\x18\x02 \x01(\x08\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xe5\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x37\n\nlogit_bias\x18\r \x03(\x0b\x32#.bifolio.v1.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0e \x01(\x05H\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"\xe1\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.bifolio.v1.Usage\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.bifolio.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.bifolio.v1.TokenLogprobs\"W\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.bifolio.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\x8f\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.bifolio.v1.Timings\x12 \n\x05route\x18\x05 \x01(\x0b\x32\x11.bifolio.v1.Route\"\x80\x01\n\x07Timings\x12\x0c\n\x04ttft\x18\x01 \x01(\x01\x12\r\n\x05queue\x18\x02 \x01(\x01\x12\x0f\n\x07prefill\x18\x03 \x01(\x01\x12\x10\n\x08transfer\x18\x04 \x01(\x01\x12\x14\n\x0c\x66irst_decode\x18\x05 \x01(\x01\x12\x10\n\x08overhead\x18\x06 \x01(\x01\x12\r\n\x05total\x18\x07 \x01(\x01\"h\n\x05Route\x12\x17\n\x0fprefill_replica\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_replica\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x05\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x0f\n\x07resumes\x18\x05 \x01(\x05\x32\xa1\x01\n\tInference\x12G\n\x08Generate\x12\x1b.bifolio.v1.GenerateRequest\x1a\x1c.bifolio.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.bifolio.v1.ListModelsRequest\x1a\x1e.bifolio.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'bifolio.protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_LISTMODELSREQUEST']._serialized_start=46
   _globals['_LISTMODELSREQUEST']._serialized_end=65
   _globals['_LISTMODELSRESPONSE']._serialized_start=67
@@ -38,19 +40,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODEL']._serialized_start=124
   _globals['_MODEL']._serialized_end=184
   _globals['_GENERATEREQUEST']._serialized_start=187
-  _globals['_GENERATEREQUEST']._serialized_end=328
-  _globals['_TOKENIDS']._serialized_start=330
-  _globals['_TOKENIDS']._serialized_end=353
-  _globals['_SAMPLING']._serialized_start=356
-  _globals['_SAMPLING']._serialized_end=594
-  _globals['_GENERATERESPONSE']._serialized_start=597
-  _globals['_GENERATERESPONSE']._serialized_end=725
-  _globals['_USAGE']._serialized_start=728
-  _globals['_USAGE']._serialized_end=871
-  _globals['_TIMINGS']._serialized_start=874
-  _globals['_TIMINGS']._serialized_end=1002
-  _globals['_ROUTE']._serialized_start=1004
-  _globals['_ROUTE']._serialized_end=1108
-  _globals['_INFERENCE']._serialized_start=1111
-  _globals['_INFERENCE']._serialized_end=1272
+  _globals['_GENERATEREQUEST']._serialized_end=412
+  _globals['_CHAT']._serialized_start=414
+  _globals['_CHAT']._serialized_end=520
+  _globals['_CHATMESSAGE']._serialized_start=522
+  _globals['_CHATMESSAGE']._serialized_end=566
+  _globals['_TOKENIDS']._serialized_start=568
+  _globals['_TOKENIDS']._serialized_end=591
+  _globals['_SAMPLING']._serialized_start=594
+  _globals['_SAMPLING']._serialized_end=1207
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=995
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1043
+  _globals['_GENERATERESPONSE']._serialized_start=1210
+  _globals['_GENERATERESPONSE']._serialized_end=1435
+  _globals['_TOKENLOGPROBS']._serialized_start=1437
+  _globals['_TOKENLOGPROBS']._serialized_end=1524
+  _globals['_TOPLOGPROB']._serialized_start=1526
+  _globals['_TOPLOGPROB']._serialized_end=1573
+  _globals['_USAGE']._serialized_start=1576
+  _globals['_USAGE']._serialized_end=1719
+  _globals['_TIMINGS']._serialized_start=1722
+  _globals['_TIMINGS']._serialized_end=1850
+  _globals['_ROUTE']._serialized_start=1852
+  _globals['_ROUTE']._serialized_end=1956
+  _globals['_INFERENCE']._serialized_start=1959
+  _globals['_INFERENCE']._serialized_end=2120
 # @@protoc_insertion_point(module_scope)

@@ -35,7 +35,7 @@ class Geometry(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "generation", "blocks", "token_ids", "skip_blocks", "geometry", "arrival")
+    __slots__ = ("request_id", "generation", "blocks", "token_ids", "skip_blocks", "geometry", "arrival", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Start(_message.Message):
     SKIP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     generation: Generation
     blocks: _containers.RepeatedScalarFieldContainer[int]
@@ -50,7 +51,20 @@ class Start(_message.Message):
     skip_blocks: int
     geometry: Geometry
     arrival: float
-    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., skip_blocks: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., arrival: _Optional[float] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., skip_blocks: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., arrival: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+
+class PromptLogprob(_message.Message):
+    __slots__ = ("token_id", "logprob", "top_ids", "top_logprobs")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("frame",)
@@ -59,7 +73,7 @@ class Ack(_message.Message):
     def __init__(self, frame: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("generation", "tokens", "first_block", "block_count", "frames", "payload_bytes", "logits", "queue_seconds", "prefill_seconds")
+    __slots__ = ("generation", "tokens", "first_block", "block_count", "frames", "payload_bytes", "logits", "queue_seconds", "prefill_seconds", "prompt_logprobs")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +83,7 @@ class Commit(_message.Message):
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     generation: Generation
     tokens: int
     first_block: int
@@ -78,4 +93,5 @@ class Commit(_message.Message):
     logits: bytes
     queue_seconds: float
     prefill_seconds: float
-    def __init__(self, generation: _Optional[_Union[Generation, _Mapping]] = ..., tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., frames: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., logits: _Optional[bytes] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprob]
+    def __init__(self, generation: _Optional[_Union[Generation, _Mapping]] = ..., tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., frames: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., logits: _Optional[bytes] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprob, _Mapping]]] = ...) -> None: ...

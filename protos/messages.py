@@ -35,8 +35,23 @@ class Sampling:
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0  # share of the most probable token's probability that a token must have
+    repetition_penalty: float = 1.0  # over prompt and answer
+    presence_penalty: float = 0.0  # over the answer, as is the next
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    min_tokens: int = 0  # stop ids are not chosen before
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence included, unless the user ignores it
+    logprobs: int | None = None  # also report each token's, and those of so many most probable ones
+
+
+class TokenLogprobs(NamedTuple):
+    """A token's natural log-probability under the model's own softmax: before penalties, biases and temperature."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most probable, falling; ties by lower id
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,7 @@ class Request:
     sampling: Sampling
     arrival: float
     generated: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None  # also report the prompt's tokens', and those of so many most probable ones
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -162,6 +178,7 @@ class Start:
     geometry: Geometry
     arrival: float
     skip_blocks: int = 0  # leading blocks the decode side already has
+    prompt_logprobs: int | None = None  # as in Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +194,7 @@ class Commit:
     logits: bytes  # float32, little endian, [vocabulary]
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions 1 onwards: nothing predicts the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +228,5 @@ class Delta:
     resumable: tuple[str, str, str | None] | None = None
     timings: Timings | None = None  # with the first token
     moved: Moved | None = None  # with the first token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token, as in Commit

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bifolio.kernels import paged_attention, rms_norm, rope_and_write, rope_tables, silu_mul
+from bifolio.kernels import linear, paged_attention, rms_norm, rope_and_write, rope_tables, silu_mul
 
 from .batch import Batch
 from .kv_cache import KvCache
@@ -34,13 +34,15 @@ class _Layer:
 class Llama:
     """Weights and the forward pass. Holds no state between calls: that is all in the KV cache."""
 
-    def __init__(self, config: LlamaConfig, weights: dict[str, Tensor]) -> None:
-        """`weights` are the tensors named by `config.tensors()`, of one dtype. EMPTIES the dictionary.
+    def __init__(self, config: LlamaConfig, weights: dict[str, Tensor], *, exact: bool = False) -> None:
+        """`weights` are the tensors named by `config.tensors()`, of one dtype. EMPTIES the dictionary. `exact`, for
+        float32: a row's bits depend on its sequence alone.
 
         Taken out one by one, because joining q, k, v and gate, up copies them: the whole is never there
         twice.
         """
         self.config = config
+        self.exact = exact
         self._embedding = weights.pop("model.embed_tokens.weight")
         self._norm = weights.pop("model.norm.weight")
         self._output = self._embedding if config.tied else weights.pop("lm_head.weight")
@@ -56,25 +58,26 @@ class Llama:
         Everything before each row's start must be in the cache already; rows of the same sequence go in
         order.
         """
-        c = self.config
+        c, exact = self.config, self.exact
         x = F.embedding(batch.tokens, self._embedding)
         residual: Tensor | None = None
         for i, layer in enumerate(self._layers):
             kv = cache.layer(i)
             normed, residual = rms_norm(x, residual, layer.attention_norm, c.eps)
-            heads = F.linear(normed, layer.qkv).view(len(x), -1, c.head_dim)
+            heads = linear(normed, layer.qkv, exact=exact).view(len(x), -1, c.head_dim)
             q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=1)
             q = rope_and_write(q, k, v, self._cos, self._sin, batch.positions, batch.slots, kv)
-            mixed = paged_attention(q, kv, batch.block_table, batch.seq_lens, batch.cu_q, batch.plan)
-            x = F.linear(mixed.flatten(1), layer.o)
+            mixed = paged_attention(q, kv, batch.block_table, batch.seq_lens, batch.cu_q, batch.plan, exact=exact)
+            x = linear(mixed.flatten(1), layer.o, exact=exact)
             normed, residual = rms_norm(x, residual, layer.mlp_norm, c.eps)
-            x = F.linear(silu_mul(F.linear(normed, layer.gate_up)), layer.down)
+            hidden = silu_mul(linear(normed, layer.gate_up, exact=exact), exact=exact)
+            x = linear(hidden, layer.down, exact=exact)
         return rms_norm(x, residual, self._norm, c.eps)[0]
 
     @torch.inference_mode()
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """float32 [n, vocabulary] of n rows of `forward`'s result: ask for those needed, they are large."""
-        return F.linear(hidden_rows, self._output).float()
+        return linear(hidden_rows, self._output, exact=self.exact).float()
 
 
 def _take_layer(weights: dict[str, Tensor], prefix: str) -> _Layer:

@@ -17,14 +17,15 @@ def test_kernels():
     assert signatures == {
         "paged_attention": [
             *("q", "kv", "block_table", "seq_lens", "cu_q", "plan"),
-            *("causal", "window", "softcap", "sinks", "k_scale", "v_scale", "scale", "out", "lse"),
+            *("causal", "window", "softcap", "sinks", "k_scale", "v_scale", "scale", "out", "lse", "exact"),
         ],
+        "linear": ["x", "weight", "bias", "exact"],
         "plan": ["cu_q", "seq_lens", "block_table"],
         "rms_norm": ["x", "residual", "weight", "eps"],
         "rope_and_write": ["q", "k", "v", "cos", "sin", "positions", "slots", "kv"],
         "rope_tables": ["head_dim", "max_positions", "theta"],
         "sample": ["logits", "temperature", "top_p", "top_k", "uniforms"],
-        "silu_mul": ["gate_up"],
+        "silu_mul": ["gate_up", "exact"],
     }
     assert sorted(set(bifolio.kernels.__all__) - signatures.keys()) == ["AttentionPlan"]
 

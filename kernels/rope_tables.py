@@ -1,4 +1,7 @@
-"""The angles of rotary position embeddings (Su et al. 2021, RoFormer), in the rotate-half arrangement."""
+"""The angles of rotary position embeddings (Su et al. 2021, RoFormer), in the rotate-half arrangement.
+
+Knows nothing of how a model arrives at its frequencies.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,15 @@ import torch
 from torch import Tensor
 
 
-def rope_tables(head_dim: int, max_positions: int, theta: float) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each float32 [max_positions, head_dim]; elements i and i + head_dim/2 hold the angle of
-    pair i.
+def rope_tables(frequencies: Tensor, max_positions: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each float32 [max_positions, D] and multiplied by `scale`; elements i and i + D/2 hold the angle
+    of pair i.
 
-    Angle of pair i at position p: p * theta^(-2i / head_dim). Raises ValueError for an odd head_dim.
+    frequencies  float32 [D/2]; the angle of pair i at position p is p * frequencies[i]
+
+    For 131,072 positions of D = 128 that is 134 MB: build them once a model, never per layer.
     """
-    if head_dim % 2:
-        raise ValueError(f"head_dim: {head_dim}; allowed is an even number, because positions rotate pairs")
-    # frequencies in float32 and one product per angle: the roundings of transformers, so the same logits
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (theta**exponents)
+    # one product in float32 per angle: the rounding of transformers, so the same logits
     angles = torch.arange(max_positions, dtype=torch.int64).float()[:, None] * frequencies[None]
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)

@@ -18,8 +18,10 @@ from safetensors import SafetensorError, safe_open
 from bifolio.protos.errors import ConfigError
 
 from .gguf_file import GgufFile
-from .gguf_llama import read_config, tensor_shapes
+from .gguf_llama import read_gguf, tensor_shapes
+from .hf_config import read_hf
 from .model_config import LlamaConfig
+from .rope_scaling import Divided
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -41,12 +43,12 @@ def model_config(source: Path) -> LlamaConfig:
 
 def _read_config(source: Path) -> LlamaConfig:
     if source.is_file():
-        return read_config(GgufFile(source))
+        return read_gguf(GgufFile(source))
     if not source.is_dir():
         raise ConfigError(f"model: {source} does not exist; give a .gguf file or a directory with config.json")
     config = _json(source / "config.json")
     generation = source / "generation_config.json"
-    return LlamaConfig.from_hf(config, _json(generation) if generation.exists() else None)
+    return read_hf(config, _json(generation) if generation.exists() else None)
 
 
 def check_model(source: Path) -> LlamaConfig:
@@ -107,14 +109,15 @@ def _safetensors_shapes(source: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _redundant(name: str, config: LlamaConfig) -> bool:
-    """Files may hold the embedding twice, and older ones the RoPE frequencies."""
-    return (name == "lm_head.weight" and config.tied) or name.endswith("rotary_emb.inv_freq")
+    """Files may hold the embedding twice, older ones the RoPE frequencies; GGUF's divisors are in the configuration."""
+    divided = name == "rope_freqs.weight" and isinstance(config.rope_scaling, Divided)
+    return divided or (name == "lm_head.weight" and config.tied) or name.endswith("rotary_emb.inv_freq")
 
 
 def _compare(source: Path, expected: Shapes, found: Shapes) -> None:
     """One ConfigError with everything that does not fit: whoever repairs a model wants the whole list."""
     problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is not part of a Llama" for name in found if name not in expected]
+    problems += [f"{name} is not part of it" for name in found if name not in expected]
     problems += [
         f"{name} is {list(found[name])}, expected {list(shape)}"
         for name, shape in expected.items()

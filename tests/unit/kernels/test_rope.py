@@ -9,6 +9,7 @@ from torch import Tensor
 from bifolio.kernels import rope_and_write, rope_tables
 
 HQ, HK, D, P = 6, 2, 40, 8
+FREQUENCIES = 1e4 ** (-torch.arange(0, D, 2) / D)
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -25,7 +26,7 @@ def run(slots: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, .
     tokens = len(slots)
     fused = torch.randn(tokens, HQ + 2 * HK, D, generator=g).to(dtype)
     q, k, v = torch.split(fused, (HQ, HK, HK), dim=1)
-    cos, sin = rope_tables(D, 64, 1e4)
+    cos, sin = rope_tables(FREQUENCIES, 64)
     positions = torch.arange(tokens) * 7
     cache = torch.full((6, 3, 2, HK, P, D), torch.nan, dtype=dtype)
     before = fused.clone()
@@ -57,14 +58,24 @@ def test_nothing_is_written_where_every_slot_is_skipped() -> None:
     assert torch.isnan(run([-1, -1])[-1]).all()
 
 
-def test_an_odd_head_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="head_dim: 33"):
-        rope_tables(33, 4, 1e4)
+def test_the_scale_of_the_tables_scales_what_they_rotate() -> None:
+    cos, sin = rope_tables(FREQUENCIES, 9, 1.5)
+    assert (cos.shape, cos.dtype) == ((9, D), torch.float32)
+    torch.testing.assert_close(cos**2 + sin**2, torch.full((9, D), 2.25))
+    assert torch.equal(cos[0], torch.full((D,), 1.5))
+
+
+def test_frequencies_of_zero_rotate_nothing() -> None:
+    q, k = torch.randn(3, HQ, D), torch.randn(3, HK, D)
+    cache, where = torch.zeros(2, 2, HK, P, D), torch.arange(3)
+    still = rope_tables(torch.zeros(D // 2), 1)
+    assert torch.equal(rope_and_write(q, k, k, *still, torch.zeros_like(where), where, cache), q)
+    assert torch.equal(cache[0, 0, :, :3].transpose(0, 1), k)
 
 
 def test_another_dtype_of_cache_is_refused() -> None:
     x = torch.zeros(1, HK, D)
-    cos, sin = rope_tables(D, 4, 1e4)
+    cos, sin = rope_tables(FREQUENCIES, 4)
     zero = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="kv: dtype"):
         rope_and_write(x, x, x, cos, sin, zero, zero, torch.zeros(2, 2, HK, P, D, dtype=torch.bfloat16))

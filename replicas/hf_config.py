@@ -1,0 +1,153 @@
+"""A Hugging Face `config.json` of the Llama family, as transformers 4 or 5 wrote it, read as transformers reads it.
+
+What a family leaves to its class in transformers stands in `_FAMILIES`. What is not computed here is a ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bifolio.protos.errors import ConfigError
+
+from .model_config import LlamaConfig, only, reader
+from .rope_scaling import from_hf
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """A bias of None is what the config says; the rest holds where the config says nothing."""
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = False
+    qk_norm: bool = False
+    tied: bool = False
+    theta: float = 10000.0
+    windowed: Literal["none", "all", "upper", "unrotated"] = "none"  # the layers that a sliding_window is for
+    window: int | None = 4096
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(mlp_bias=None),
+    "MistralForCausalLM": _Family(qkv_bias=False, o_bias=False, windowed="all"),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, o_bias=False, windowed="upper"),
+    "Qwen3ForCausalLM": _Family(qk_norm=True, windowed="upper"),
+    "SmolLM3ForCausalLM": _Family(mlp_bias=None, tied=True, theta=2000000.0, windowed="unrotated", window=None),
+}
+# Where one of these says something, the tensors or the arithmetic are not those of the family.
+_NOT_COMPUTED = (
+    "quantization_config",
+    "num_experts",
+    "num_local_experts",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+
+
+def read_hf(config: Config, generation: Config | None = None) -> LlamaConfig:
+    """From `config.json` and, for the ids that end an answer, `generation_config.json`."""
+    name = (config.get("architectures") or ["unknown"])[0]
+    only("architecture", name, *_FAMILIES)
+    family = _FAMILIES[name]
+    only("hidden_act", config.get("hidden_act", "silu"), "silu")
+    for key in _NOT_COMPUTED:
+        if config.get(key):
+            raise ConfigError(f"model: config.json has {key}, which this engine does not compute; use a model without")
+    need = reader(config, "config.json")
+    layers, heads, hidden = (int(need(key)) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    # what stands for a missing one differs from family to family
+    kv_heads = config.get("num_key_value_heads") if name == "LlamaForCausalLM" else need("num_key_value_heads")
+    head_dim = need("head_dim") if name == "Qwen3ForCausalLM" else config.get("head_dim")
+    max_positions = int(need("max_position_embeddings"))
+    rope = _rope(config)
+    unrotated = _unrotated(name, config, layers)
+    attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    eos = [*_ids(config.get("eos_token_id")), *_ids((generation or {}).get("eos_token_id"))]
+    return LlamaConfig(
+        vocab_size=int(need("vocab_size")),
+        hidden=hidden,
+        intermediate=int(need("intermediate_size")),
+        layers=layers,
+        heads=heads,
+        kv_heads=int(kv_heads or heads),
+        head_dim=int(head_dim or hidden // heads),
+        eps=float(need("rms_norm_eps")),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or family.theta),
+        max_positions=max_positions,
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        bos_id=next(iter(_ids(config.get("bos_token_id"))), None),
+        eos_ids=tuple(dict.fromkeys(eos)),
+        rope_scaling=from_hf(rope, max_positions),
+        unrotated=unrotated,
+        windows=_windows(family, config, layers, unrotated),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+    )
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    """transformers 5 writes `rope_parameters`; before, `rope_theta` stood alone and `rope_scaling` held the rest."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if new and old and new != old:
+        raise ConfigError("model: config.json has rope_parameters and rope_scaling, which differ; keep one of them")
+    rope: dict[str, Any] = dict(new or old or {})
+    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise ConfigError(f"model: the rope parameters differ by layer ({', '.join(nested)}); allowed is one for all")
+    for source in (config, rope):
+        only("partial_rotary_factor", source.get("partial_rotary_factor") or 1.0, 1.0)
+    if config.get("original_max_position_embeddings"):
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    return rope
+
+
+def _unrotated(name: str, config: Config, layers: int) -> tuple[int, ...]:
+    """SmolLM3 alone has layers without positions: each `no_rope_layer_interval`-th, or where a list holds 0."""
+    if name != "SmolLM3ForCausalLM":
+        if config.get("no_rope_layers"):
+            raise ConfigError(f"model: no_rope_layers in a {name}; allowed only in a SmolLM3ForCausalLM")
+        return ()
+    rotated = config.get("no_rope_layers")  # the name says the opposite of what its ones mean
+    if rotated is None:
+        interval = int(config.get("no_rope_layer_interval", 4))
+        rotated = [(layer + 1) % interval for layer in range(layers)]
+    if len(rotated) < layers:
+        raise ConfigError(
+            f"model: no_rope_layers has {len(rotated)} entries; allowed is one for each of {layers} layers"
+        )
+    return tuple(layer for layer in range(layers) if not rotated[layer])
+
+
+def _windows(family: _Family, config: Config, layers: int, unrotated: tuple[int, ...]) -> tuple[int | None, ...]:
+    """How far each layer looks back, by the rule of the family or, where they have a say, by `layer_types`."""
+    asked = family.windowed == "all" or (family.windowed != "none" and config.get("use_sliding_window"))
+    width = config.get("sliding_window", family.window) if asked else None
+    windowed = {
+        "none": (),
+        "all": range(layers),
+        "upper": range(int(config.get("max_window_layers", 28)), layers),
+        "unrotated": unrotated,
+    }[family.windowed]
+    windows = tuple(width if layer in windowed else None for layer in range(layers))
+    if (types := config.get("layer_types")) is not None:
+        only("the number of layer_types", len(types), layers)
+        for kind in types:
+            only("layer type", kind, "full_attention", "sliding_attention")
+        said = tuple(width if kind == "sliding_attention" else None for kind in types)
+        # transformers takes no notice of them in a Llama or Mistral: then they must at least agree
+        fixed = family.windowed in ("none", "all")
+        if (width is None and "sliding_attention" in types) or (fixed and said != windows):
+            raise ConfigError(f"model: layer_types do not fit a sliding_window of {width}; correct config.json")
+        windows = said
+    return windows if any(window is not None for window in windows) else ()
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

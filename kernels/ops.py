@@ -193,20 +193,28 @@ def silu_mul(gate_up: Tensor, *, exact: bool = False) -> Tensor:
     return torch_small.silu_mul(gate_up)
 
 
-def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniforms: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniforms: Tensor
+) -> Tensor:
     """Choose one token per row: int64 [B].
 
-    logits float32 [B, V]; temperature, top_p float [B]; top_k integer [B]; uniforms float64 [B] in [0, 1)
+    logits float32 [B, V]; temperature, top_p, min_p float [B]; top_k integer [B]; uniforms float64 [B] in [0, 1)
 
     temperature 0 takes the largest logit. Otherwise, of softmax(logits / temperature): the top_k most
     probable tokens (0 keeps all), then of those, by their share, the smallest set that reaches top_p, then
-    the kept token at which the cumulative probability in ascending token id first exceeds the row's uniform.
+    of those the tokens at least min_p times as probable as the most probable one, then the kept token at
+    which the cumulative probability in ascending token id first exceeds the row's uniform. The order is that
+    of Hugging Face's warpers. min_p comes last because it looks at no sum: before top_p it would change the
+    shares, and with them the nucleus.
+
     Of equal probabilities the lower id is kept. Probabilities are float64. A row's answer depends on that row
-    alone. Mutates nothing. Raises ValueError for a wrong shape or dtype.
+    alone. A logit of -inf is never drawn. Mutates nothing. Raises ValueError for a wrong shape or dtype, and
+    for a row to draw from that holds NaN or +inf, or only -inf.
     """
     checks.shape("logits", logits, (None, None), "B, V")
     checks.dtype("logits", logits, (torch.float32,))
-    for name, x in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k), ("uniforms", uniforms)):
+    columns = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "uniforms": uniforms}
+    for name, x in columns.items():
         checks.shape(name, x, logits.shape[:1], "B")
     checks.dtype("uniforms", uniforms, (torch.float64,))
-    return torch_sample.sample(logits, temperature, top_p, top_k, uniforms)
+    return torch_sample.sample(logits, temperature, top_p, top_k, min_p, uniforms)

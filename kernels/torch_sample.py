@@ -12,25 +12,32 @@ import torch
 from torch import Tensor
 
 
-def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniforms: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniforms: Tensor
+) -> Tensor:
     ids = logits.argmax(dim=-1)  # of equal values torch returns the first
-    settings = zip(temperature.tolist(), top_p.tolist(), top_k.tolist(), uniforms.tolist(), strict=True)
-    for row, (t, p, k, u) in enumerate(settings):
+    columns = (temperature, top_p, top_k, min_p, uniforms)
+    for row, (t, p, k, m, u) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         if t > 0:
-            ids[row] = _draw(logits[row], t, p, k, u)
+            ids[row] = _draw(logits[row], t, p, k, m, u)
     return ids
 
 
-def _draw(row: Tensor, temperature: float, top_p: float, top_k: int, uniform: float) -> int:
+def _draw(row: Tensor, temperature: float, top_p: float, top_k: int, min_p: float, uniform: float) -> int:
     # the maximum is taken off before the division: a tiny temperature must not overflow
-    weights = ((row.double() - row.max().double()) / temperature).exp_()
+    weights = row.double()
+    weights.sub_(weights.max()).div_(temperature).exp_()
     if 0 < top_k < len(weights):
         border = weights.topk(top_k).values[-1]
         weights = _keep(weights, border, top_k)
     if top_p < 1:
         weights = _keep(weights, *_nucleus(weights, top_p))
+    if min_p > 0:
+        weights = weights * (weights >= min_p)  # the most probable token weighs exactly 1
     cumulative = weights.cumsum(0)
     total = float(cumulative[-1])
+    if math.isnan(total):  # the search would end past the last id
+        raise ValueError("logits: a row that holds NaN or +inf, or nothing but -inf; allowed is none of these")
     # uniform < 1, but its product may round up to the total: stay below it, so that some token exceeds it
     point = min(uniform * total, math.nextafter(total, 0.0))
     return int(torch.searchsorted(cumulative, point, right=True))
@@ -52,7 +59,8 @@ def _nucleus(weights: Tensor, top_p: float) -> tuple[Tensor, int]:
 
 def _keep(weights: Tensor, border: Tensor, count: int) -> Tensor:
     """The `count` largest weights, `border` the smallest of them; of those equal to it, the lowest ids."""
-    above = weights > border
-    at_border = (weights == border).nonzero().squeeze(1)[: count - int(above.sum())]
-    above[at_border] = True
-    return weights * above
+    kept = weights >= border
+    surplus = int(kept.count_nonzero()) - count
+    if surplus:
+        kept[(weights == border).nonzero().squeeze(1)[-surplus:]] = False
+    return weights * kept

@@ -58,6 +58,17 @@ class Receipt:
                 raise Malformed(f"committed with {filled} of {self._block_bytes} bytes of block {position}")
         if not commit.logits or len(commit.logits) % 4:
             raise Malformed(f"the commit's logits are {len(commit.logits)} bytes, not a row of float32")
+        self._check_logprobs(commit)
+
+    def _check_logprobs(self, commit: Commit) -> None:
+        """They are of the prompt's tokens, with as many most probable ones as were asked for."""
+        asked, got = self._start.prompt_logprobs, commit.prompt_logprobs
+        due = () if asked is None else self._start.tokens[1:]
+        if tuple(one.token for one in got) != due:
+            raise Malformed(f"the commit has logprobs of {len(got)} tokens, due were those of {len(due)} of the prompt")
+        most = min(asked or 0, len(commit.logits) // 4)
+        if any(len(one.top) != most for one in got):
+            raise Malformed(f"the commit has logprobs without the {most} most probable tokens at their place")
 
     def _same_lease(self, generation: Generation) -> None:
         if generation != self._start.generation:

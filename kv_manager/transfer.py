@@ -21,7 +21,7 @@ from typing import Protocol, Self
 import grpc
 
 from bifolio.protos.errors import BifolioError, status_of
-from bifolio.protos.messages import BlockId, Commit, Start
+from bifolio.protos.messages import BlockId, Commit, Start, TokenLogprobs
 
 from .wire import (
     ERROR_KEY,
@@ -62,6 +62,7 @@ class Prefilled:
     logits: bytes  # float32, little endian, [vocabulary]: the last position
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class PrefillJob(Protocol):
@@ -236,5 +237,6 @@ class Outbox:
                 logits=prefilled.logits,
                 queue_seconds=prefilled.queue_seconds,
                 prefill_seconds=prefilled.prefill_seconds,
+                prompt_logprobs=prefilled.prompt_logprobs,
             )
         )

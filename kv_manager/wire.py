@@ -99,7 +99,9 @@ def unpack(message: bytes) -> Start | Ack | Frame | Commit:
                 return _unpack_frame(message)
             case Kind.COMMIT:
                 return commit_from_pb(kv_pb2.Commit.FromString(message[1:]))
-    except DecodeError as error:
+    except Malformed:
+        raise
+    except (DecodeError, ValueError) as error:  # or lists that belong together differ in length
         raise Malformed(f"a message of kind {kind} does not parse: {error}") from error
     raise Malformed(f"a message of unknown kind {kind}, {len(message)} bytes long")
 

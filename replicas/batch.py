@@ -27,6 +27,8 @@ class Row:
     start: int
     blocks: Sequence[int]
     want_logits: bool = True  # of the last token; False for a chunk that is not the prompt's last
+    targets: Sequence[int] = ()  # targets[i] follows tokens[i]: its logprob is wanted, there may be fewer than tokens
+    top: int = 0  # and the logprobs of so many most probable ones at its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Batch:
     seq_lens           int32 [B]  positions of the sequence, this step's included
     cu_q               int32 [B + 1]  sequence b owns tokens cu_q[b] .. cu_q[b + 1] - 1
     logit_rows         int64 [n]  the tokens whose logits are wanted, in the order of the rows
+    scored_rows        int64 [m]  the tokens whose logits are wanted only for the logprobs of what follows them
+    targets, tops      m each: what follows, and how many most probable ones are wanted besides
     """
 
     tokens: Tensor
@@ -49,6 +53,9 @@ class Batch:
     cu_q: Tensor
     plan: AttentionPlan
     logit_rows: Tensor
+    scored_rows: Tensor
+    targets: tuple[int, ...]
+    tops: tuple[int, ...]
 
 
 def build_batch(rows: Sequence[Row], block_size: int) -> Batch:
@@ -58,6 +65,7 @@ def build_batch(rows: Sequence[Row], block_size: int) -> Batch:
     ends = starts + counts
     used = -(-ends // block_size)
     assert all(counts > 0), "a row without tokens"
+    assert all(len(row.targets) <= len(row.tokens) for row in rows), "targets go past the tokens"
     assert all(len(row.blocks) >= n for row, n in zip(rows, used, strict=True)), "blocks end before the tokens"
 
     first = np.concatenate(([0], np.cumsum(counts)))
@@ -68,6 +76,7 @@ def build_batch(rows: Sequence[Row], block_size: int) -> Batch:
     positions = np.arange(first[-1]) - first[owner] + starts[owner]
     slots = table[owner, positions // block_size] * block_size + positions % block_size
     wanted = np.array([row.want_logits for row in rows], dtype=bool)
+    scored = [at + i for at, row in zip(first.tolist(), rows, strict=False) for i in range(len(row.targets))]
 
     block_table = torch.from_numpy(table.astype(np.int32))
     seq_lens = torch.from_numpy(ends.astype(np.int32))
@@ -81,4 +90,7 @@ def build_batch(rows: Sequence[Row], block_size: int) -> Batch:
         cu_q=cu_q,
         plan=plan(cu_q, seq_lens, block_table),
         logit_rows=torch.from_numpy(first[1:][wanted] - 1),
+        scored_rows=torch.tensor(scored, dtype=torch.int64),
+        targets=tuple(target for row in rows for target in row.targets),
+        tops=tuple(row.top for row in rows for _ in row.targets),
     )

@@ -12,17 +12,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 import torch
 
-from bifolio.protos.messages import Generation
+from bifolio.protos.messages import Generation, TokenLogprobs
 
 from .batch import Row, build_batch
+from .penalties import Turn
 from .runner import Runner
 from .sampler import sample_tokens
-from .scheduler import Scheduler, Step
-from .sequence import Abort, Add, Closed, Command, Event, Sequence
+from .scheduler import Chunk, Outcome, Scheduler, Step
+from .sequence import Abort, Add, Closed, Command, Event
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Engine:
     def _parts(self, step: Step) -> Iterator[list[Event]]:
         """The events of a step; if it raises, of each of its sequences alone, so that only the faulty one fails."""
         try:
-            sampled, logits = self._compute(step)
+            outcome = self._compute(step)
         except Exception as error:
             alone = [Step((chunk,)) for chunk in step.chunks] + [Step(handed=(s,)) for s in step.handed]
             if len(alone) > 1:
@@ -70,7 +72,7 @@ class Engine:
             closed = self.scheduler.close(sequence.generation, "failed", repr(error))
             yield [closed] if closed else []
         else:
-            yield self.scheduler.record(step, sampled, logits, time.monotonic())
+            yield self.scheduler.record(step, outcome, time.monotonic())
 
     def _obey(self) -> list[Closed]:
         closed = []
@@ -92,22 +94,43 @@ class Engine:
                     waiting.append(Closed(command.generation, "failed", ENDED))
         return [*(c for c in closed if c), *waiting]
 
-    def _compute(self, step: Step) -> tuple[dict[Generation, int], dict[Generation, bytes]]:
-        ready: list[Sequence] = [c.sequence for c in step.chunks if c.completes]
-        rows = [
-            Row(c.sequence.tokens[c.sequence.computed : c.sequence.computed + c.count],
-                c.sequence.computed, c.sequence.blocks, c.completes)
-            for c in step.chunks
-        ]  # fmt: skip
-        parts = [self.runner.run(build_batch(rows, self.runner.block_size))] if rows else []
-        parts += [torch.from_numpy(np.frombuffer(s.logits or b"", np.float32).copy())[None] for s in step.handed]
-        logits = torch.cat(parts)
-        ready += step.handed
-        sampling = [(i, s, s.sampling) for i, s in enumerate(ready) if s.sampling is not None]
-        tokens = sample_tokens(logits[[i for i, _, _ in sampling]], [(p, s.generated) for _, s, p in sampling])
-        sampled = {s.generation: token for (_, s, _), token in zip(sampling, tokens, strict=True)}
-        leaving = {s.generation: logits[i].numpy().tobytes() for i, s in enumerate(ready) if s.sampling is None}
-        return sampled, leaving
+    def _compute(self, step: Step) -> Outcome:
+        """Changes no sequence: a step that raises is repeated."""
+        logits, scores = self._logits(step)
+        ready = [*(c.sequence for c in step.chunks if c.completes), *step.handed]
+        turns = {i: Turn(s.sampling, s.tokens, s.prompt_length) for i, s in enumerate(ready) if s.sampling is not None}
+        leaving = {
+            s.generation: row.numpy().tobytes() for row, s in zip(logits, ready, strict=True) if s.sampling is None
+        }
+        choices = sample_tokens(logits if len(turns) == len(ready) else logits[list(turns)], list(turns.values()))
+        return Outcome({ready[i].generation: c for i, c in zip(turns, choices, strict=True)}, leaving, scores)
+
+    def _logits(self, step: Step) -> tuple[torch.Tensor, dict[Generation, list[TokenLogprobs]]]:
+        """A row for each sequence that has one coming, those with chunks first; and the prompt's logprobs."""
+        rows = [_row(chunk) for chunk in step.chunks]
+        parts = [torch.from_numpy(np.frombuffer(s.logits or b"", np.float32).copy())[None] for s in step.handed]
+        scores: dict[Generation, list[TokenLogprobs]] = {}
+        if rows:
+            output = self.runner.compute(build_batch(rows, self.runner.block_size))
+            parts.insert(0, output.logits)
+            left = iter(output.scores)
+            scores = {
+                c.sequence.generation: list(islice(left, len(row.targets)))
+                for c, row in zip(step.chunks, rows, strict=True)
+            }
+        return parts[0] if len(parts) == 1 else torch.cat(parts), scores
+
+
+def _row(chunk: Chunk) -> Row:
+    s, end = chunk.sequence, chunk.sequence.computed + chunk.count
+    return Row(
+        s.tokens[s.computed : end],
+        s.computed,
+        s.blocks,
+        chunk.completes,
+        s.targets(chunk.count),
+        s.prompt_logprobs or 0,
+    )
 
 
 class EngineThread(threading.Thread):

@@ -17,6 +17,7 @@ from bifolio.protos.messages import Generation, Lease, Start
 from . import sequence
 from .core import Core
 from .kv_cache import KvCache
+from .logprobs import MOST_LOGPROBS
 from .sequence import Abort, Add, Closed, Computed, Event
 
 
@@ -46,8 +47,8 @@ class Job:
             match self.events.get():
                 case Computed(_, tokens):
                     yield tokens
-                case sequence.Prefilled(_, logits, queue_seconds, prefill_seconds):
-                    yield Prefilled(logits, queue_seconds, prefill_seconds)
+                case sequence.Prefilled(_, logits, queue_seconds, prefill_seconds, prompt_logprobs):
+                    yield Prefilled(logits, queue_seconds, prefill_seconds, prompt_logprobs)
                     return
                 case None:
                     raise Revoked(f"prefill {self._generation} was cancelled")
@@ -92,9 +93,22 @@ class Jobs:
             raise InvalidRequest(f"blocks must be distinct, from 1 to {core.cache.blocks}", "blocks")
         if not all(0 <= token < core.vocabulary for token in start.tokens):
             raise InvalidRequest(f"token ids must be from 0 to {core.vocabulary - 1}", "token_ids")
+        if not 0 <= (start.prompt_logprobs or 0) <= MOST_LOGPROBS:
+            raise InvalidRequest(
+                f"prompt_logprobs is {start.prompt_logprobs}; allowed: 0 to {MOST_LOGPROBS}", "prompt_logprobs"
+            )
         core.tags.open(Lease(core.replica, start.generation, start.blocks))
         job = self._jobs[start.generation] = Job(core, start.generation, self._close)
-        core.submit(Add(start.generation, start.tokens, start.blocks, start.arrival, len(start.tokens)))
+        core.submit(
+            Add(
+                start.generation,
+                start.tokens,
+                start.blocks,
+                start.arrival,
+                len(start.tokens),
+                prompt_logprobs=start.prompt_logprobs,
+            )
+        )
         return job
 
     def deliver(self, events: list[Event]) -> None:

@@ -1,7 +1,6 @@
-"""From logits to token ids: each row by its own request's parameters and its own place in the random
-sequence.
+"""From logits to token ids: each row by its own request's parameters, history and place in the random sequence.
 
-Knows nothing about the model, the batch's make-up or requests; a row's answer is the same in any company.
+Knows nothing about the model, the batch's make-up or leases; a row's answer is the same in any company.
 """
 
 from __future__ import annotations
@@ -12,29 +11,47 @@ import torch
 from torch import Tensor
 
 from bifolio.kernels import sample
-from bifolio.protos.messages import Sampling
+from bifolio.protos.messages import TokenLogprobs
 
+from .logprobs import token_logprobs
+from .penalties import Turn, adjust, needs_adjusting
 from .rng import uniform
 
+Choice = tuple[int, TokenLogprobs | None]  # a token, and its logprobs if the request asks for them
 
-def sample_tokens(logits: Tensor, rows: Sequence[tuple[Sampling, int]]) -> list[int]:
-    """One token id per row of `logits`, float32 [len(rows), vocabulary].
 
-    Each row comes with its sampling parameters and the place of the token being chosen: how many tokens its
-    request has generated since the original prompt. Raises ValueError when there are not as many logits as
-    rows.
+@torch.inference_mode()
+def sample_tokens(logits: Tensor, turns: Sequence[Turn]) -> list[Choice]:
+    """One choice per row of `logits`, float32 [len(turns), vocabulary]. MUTATES the rows that are penalised, biased or
+    masked; the others are not even copied.
+
+    Raises ValueError when there are not as many logits as turns.
     """
-    if logits.shape[0] != len(rows):
-        raise ValueError(f"logits: {logits.shape[0]} rows; allowed is {len(rows)}, one for each sequence")
-    if not rows:
+    if logits.shape[0] != len(turns):
+        raise ValueError(f"logits: {logits.shape[0]} rows; allowed is {len(turns)}, one for each sequence")
+    if not turns:
         return []
-    uniforms = [uniform(s.seed, 0, position) if s.temperature > 0 else 0.0 for s, position in rows]
-    ids = sample(
+    raw = list(logits)  # views, or copies of what is about to change: the model's own, for the logprobs
+    for i, turn in enumerate(turns):
+        if needs_adjusting(turn):
+            if turn.sampling.logprobs is not None:
+                raw[i] = logits[i].clone()
+            adjust(logits[i], turn)
+    settings = [turn.sampling for turn in turns]
+    ids: list[int] = sample(
         logits,
-        torch.tensor([s.temperature for s, _ in rows], dtype=torch.float64),
-        torch.tensor([s.top_p for s, _ in rows], dtype=torch.float64),
-        torch.tensor([s.top_k for s, _ in rows], dtype=torch.int64),
-        torch.tensor(uniforms, dtype=torch.float64),
-    )
-    chosen: list[int] = ids.tolist()
-    return chosen
+        torch.tensor([s.temperature for s in settings], dtype=torch.float64),
+        torch.tensor([s.top_p for s in settings], dtype=torch.float64),
+        torch.tensor([s.top_k for s in settings], dtype=torch.int64),
+        torch.tensor([s.min_p for s in settings], dtype=torch.float64),
+        torch.tensor([_uniform(turn) for turn in turns], dtype=torch.float64),
+    ).tolist()
+    return [
+        (id, None if s.logprobs is None else token_logprobs(row[None], [id], [s.logprobs])[0])
+        for id, s, row in zip(ids, settings, raw, strict=True)
+    ]
+
+
+def _uniform(turn: Turn) -> float:
+    s = turn.sampling
+    return uniform(s.seed, 0, turn.position) if s.temperature > 0 else 0.0

@@ -15,9 +15,9 @@ leave.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from bifolio.protos.messages import BlockId, Generation
+from bifolio.protos.messages import BlockId, Generation, TokenLogprobs
 
 from .sequence import (
     Add,
@@ -59,6 +59,15 @@ class Step:
         return bool(self.chunks or self.handed)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What computing a step has brought, by sequence."""
+
+    sampled: dict[Generation, tuple[int, TokenLogprobs | None]]  # of each that samples and ends its chunk complete
+    logits: dict[Generation, bytes] = field(default_factory=dict)  # a row of each that is handed over
+    scores: dict[Generation, list[TokenLogprobs]] = field(default_factory=dict)  # of the chunk's `targets`
+
+
 class Scheduler:
     """Owns the sequences of one engine."""
 
@@ -92,6 +101,7 @@ class Scheduler:
             added=now,
             computed=len(add.tokens) if add.logits is not None else 0,
             logits=add.logits,
+            prompt_logprobs=add.prompt_logprobs,
         )
 
     def close(self, generation: Generation, reason: CloseReason, message: str = "") -> Closed | None:
@@ -157,37 +167,35 @@ class Scheduler:
         end = (sequence.computed + count) // self.block_size * self.block_size
         return max(0, end - sequence.computed)
 
-    def record(
-        self, step: Step, sampled: dict[Generation, int], logits: dict[Generation, bytes], now: float
-    ) -> list[Event]:
-        """Enter a computed step into the sequences. `sampled` has a token for each sequence that samples and ends its
-        chunk complete, `logits` a row for each one that is handed over."""
+    def record(self, step: Step, outcome: Outcome, now: float) -> list[Event]:
+        """Enter a computed step into the sequences: the only place where one changes, so a step may be repeated."""
         events: list[Event] = []
         for chunk in step.chunks:
             sequence = chunk.sequence
             sequence.computed += chunk.count
+            sequence.scores += outcome.scores.get(sequence.generation, ())
             if sequence.left == 0 and sequence.prefilled is None:
                 sequence.prefilled = now
             if sequence.sampling is None:
                 events.append(Computed(sequence.generation, sequence.computed))
                 if sequence.left == 0:
-                    events.extend(self._prefilled(sequence, logits[sequence.generation]))
+                    events.extend(self._prefilled(sequence, outcome.logits[sequence.generation]))
         for sequence in [*(c.sequence for c in step.chunks), *step.handed]:
-            if sequence.generation in sampled:
-                events.extend(self._sampled(sequence, sampled[sequence.generation]))
+            if sequence.generation in outcome.sampled:
+                events.extend(self._sampled(sequence, *outcome.sampled[sequence.generation]))
         return events
 
     def _prefilled(self, sequence: Sequence, logits: bytes) -> list[Event]:
-        event = Prefilled(sequence.generation, logits, *_prefill_times(sequence))
+        event = Prefilled(sequence.generation, logits, *_prefill_times(sequence), sequence.take_scores())
         return [event, *self._finished(sequence)]
 
-    def _sampled(self, sequence: Sequence, token: int) -> list[Event]:
+    def _sampled(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> list[Event]:
         sequence.tokens.append(token)
         sequence.logits = None
         queue, prefill = _prefill_times(sequence) if not sequence.first_sampled else (0.0, 0.0)
         sequence.first_sampled = True
         finish = sequence.finish_reason()
-        event = Sampled(sequence.generation, token, finish, queue, prefill)
+        event = Sampled(sequence.generation, token, finish, queue, prefill, logprobs, sequence.take_scores())
         return [event, *(self._finished(sequence) if finish else ())]
 
     def _finished(self, sequence: Sequence) -> list[Event]:

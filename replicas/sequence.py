@@ -17,7 +17,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bifolio.protos.messages import BlockId, FinishReason, Generation, Sampling
+from bifolio.protos.messages import BlockId, FinishReason, Generation, Sampling, TokenLogprobs
 
 CloseReason = Literal["finished", "aborted", "preempted", "failed"]
 
@@ -34,6 +34,7 @@ class Add:
     prompt_length: int
     sampling: Sampling | None = None
     logits: bytes | None = None  # fp32 row of the last position, when K and V of the whole history are in the blocks
+    prompt_logprobs: int | None = None  # as in Request; wants the history to be computed here
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Prefilled:
     logits: bytes
     queue_seconds: float
     prefill_seconds: float
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Sampled:
     finish: FinishReason | None
     queue_seconds: float = 0.0  # with the first token of a prompt prefilled here
     prefill_seconds: float = 0.0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token of a prompt prefilled here
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class Sequence:
     added: float
     computed: int = 0  # positions whose K and V are in the blocks
     logits: bytes | None = None
+    prompt_logprobs: int | None = None
+    scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt, until they leave with an event
     started: float | None = None  # first chunk scheduled
     prefilled: float | None = None
     starved_since: float | None = None
@@ -109,6 +115,16 @@ class Sequence:
     def generated(self) -> int:
         """Tokens produced since the original prompt, over all placements of the request."""
         return len(self.tokens) - self.prompt_length
+
+    def targets(self, count: int) -> list[int]:
+        """The prompt's tokens whose logprobs the next `count` positions give: each that of the token after it."""
+        if self.prompt_logprobs is None:
+            return []
+        return self.tokens[self.computed + 1 : min(self.computed + count + 1, self.prompt_length)]
+
+    def take_scores(self) -> tuple[TokenLogprobs, ...]:
+        scores, self.scores = tuple(self.scores), []
+        return scores
 
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence ends with the token just appended, if it does."""

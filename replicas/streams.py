@@ -15,32 +15,23 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bifolio.kv_manager.pull import PrefillClient, Pull
-from bifolio.protos.errors import (
-    BifolioError,
-    EngineFailed,
-    Preempted,
-    Resumable,
-    Revoked,
-    StalePlacement,
-    TransferFailed,
-)
+from bifolio.protos.errors import BifolioError, Resumable, Revoked
 from bifolio.protos.messages import (
     Commit,
     Delta,
-    FinishReason,
     Generation,
     Moved,
     Placement,
-    ReplicaId,
     Request,
     Start,
     Timings,
 )
 
 from .core import Core
+from .endings import blamed, cause, resumable
 from .sequence import Abort, Add, Closed, Event, Sampled
 
 FLUSH_S = 0.02  # later tokens leave at most this often per stream; the first leaves at once
@@ -105,27 +96,36 @@ class Streams:
         try:
             self._core.tags.open(placement.decode)
         except Resumable as error:
-            yield _resumable(error)
+            yield resumable(error)
             return
         self._streams[stream.generation] = stream
         try:
             commit = await self._prefill(stream, request)
             committed = time.monotonic()
-            async for tokens, finish, first in self._decode(stream):
-                if first is None:
-                    yield Delta(tokens, finish)
-                else:
-                    yield Delta(tokens, finish, None, self._timings(stream, first, commit, committed), _moved(commit))
+            first = True
+            async for sampled in self._decode(stream):
+                delta = _delta(sampled)
+                if first:
+                    delta = replace(
+                        delta,
+                        timings=self._timings(stream, sampled[0], commit, committed),
+                        moved=_moved(commit),
+                        prompt_logprobs=commit.prompt_logprobs if commit else sampled[0].prompt_logprobs,
+                    )
+                    first, commit = False, None  # a commit may be large, and the answer long
+                yield delta
         except Resumable as error:
-            yield _resumable(error)
+            yield resumable(error)
         except Revoked as error:
-            yield _resumable(Resumable(error.message))
+            yield resumable(Resumable(error.message))
         finally:
             self._retire(stream)
 
     async def _prefill(self, stream: Stream, request: Request) -> Commit | None:
         """Have the prompt's K and V in our blocks and the sequence in the engine. None: the engine prefills it."""
         commit = None
+        # they left with the first token: an attempt that goes on from there does not send them again
+        prompt_logprobs = None if request.generated else request.prompt_logprobs
         if (source := stream.placement.prefill) is not None:
             stream.pull = self._client.pull(
                 stream.placement.prefill_address,
@@ -136,6 +136,7 @@ class Streams:
                     request.history,
                     self._core.geometry,
                     request.arrival,
+                    prompt_logprobs=prompt_logprobs,
                 ),
             )
             stream.pulled = asyncio.get_running_loop().run_in_executor(
@@ -144,7 +145,8 @@ class Streams:
             try:
                 commit = await asyncio.shield(stream.pulled)
             except BifolioError as error:
-                raise _blamed(error, source.replica) from error
+                raise blamed(error, source.replica) from error
+            stream.pulled = None  # it has ended, and would keep the commit as long as the answer lasts
         stream.in_engine = True
         self._core.submit(
             Add(
@@ -155,32 +157,29 @@ class Streams:
                 len(request.prompt),
                 request.sampling,
                 commit.logits if commit else None,
+                None if commit else prompt_logprobs,
             )
         )
         return commit
 
-    async def _decode(
-        self, stream: Stream
-    ) -> AsyncGenerator[tuple[tuple[int, ...], FinishReason | None, Sampled | None], None]:
-        """(tokens, finish, the first token's event) until the sequence finishes; raises Resumable if it ends early."""
-        first: Sampled | None = None
-        finish: FinishReason | None = None
+    async def _decode(self, stream: Stream) -> AsyncGenerator[list[Sampled], None]:
+        """What was sampled since the last time, until the sequence finishes; raises Resumable if it ends early."""
+        finished = False
         due = 0.0
-        while finish is None:
+        while not finished:
             events = [await stream.events.get()]
             await asyncio.sleep(due - time.monotonic())
             while not stream.events.empty():
                 events.append(stream.events.get_nowait())
             due = time.monotonic() + FLUSH_S
             sampled = [e for e in events if isinstance(e, Sampled)]
-            finish = sampled[-1].finish if sampled else None
             if sampled:
-                yield tuple(e.token for e in sampled), finish, None if first else sampled[0]
-                first = first or sampled[0]
-            if finish is None:
+                yield sampled
+                finished = sampled[-1].finish is not None
+            if not finished:
                 for event in events:
                     if isinstance(event, Closed):
-                        raise _cause(event, self._core.replica)
+                        raise cause(event, self._core.replica)
 
     def _timings(self, stream: Stream, first: Sampled, commit: Commit | None, committed: float) -> Timings:
         now = time.monotonic()
@@ -220,27 +219,13 @@ class Streams:
         self._stepped()  # blocks came back: sequences that starve may have them
 
 
+def _delta(sampled: list[Sampled]) -> Delta:
+    return Delta(
+        tuple(event.token for event in sampled),
+        sampled[-1].finish,
+        logprobs=tuple(event.logprobs for event in sampled if event.logprobs is not None),
+    )
+
+
 def _moved(commit: Commit | None) -> Moved:
     return Moved(commit.block_count, commit.payload_bytes) if commit else Moved()
-
-
-def _blamed(error: BifolioError, source: ReplicaId) -> BifolioError:
-    """An error of the Prefill stream, naming the replica to keep the next attempt away from, if it is to blame."""
-    if isinstance(error, Revoked | StalePlacement):
-        return error
-    if isinstance(error, Resumable):
-        return type(error)(error.message, source)
-    return TransferFailed(f"{source} refused the prefill: {error.message}", source)
-
-
-def _resumable(error: Resumable) -> Delta:
-    avoid = None if isinstance(error, StalePlacement) else error.replica  # the ledger was wrong, not the replica
-    return Delta(resumable=(type(error).__name__, error.message, avoid))
-
-
-def _cause(closed: Closed, replica: ReplicaId) -> Resumable:
-    if closed.reason == "preempted":
-        return Preempted(closed.message)
-    if closed.reason == "failed":
-        return EngineFailed(f"the engine of {replica} failed: {closed.message}", replica)
-    return Resumable(f"the sequence was {closed.reason} at {replica}")

@@ -9,7 +9,7 @@ from transfer_kit import start
 
 from bifolio.kv_manager.receipt import Receipt
 from bifolio.kv_manager.wire import Frame, Malformed
-from bifolio.protos.messages import Commit, Generation
+from bifolio.protos.messages import Commit, Generation, Start, TokenLogprobs
 
 START = start(skip=1)  # block positions 1 and 2 of 8 bytes, in pieces of 4
 FRAMES = [
@@ -19,8 +19,11 @@ FRAMES = [
 COMMIT = Commit(START.generation, tokens=10, first_block=1, block_count=2, frames=4, payload_bytes=16, logits=b"\0" * 4)
 
 
-def received(frames: list[Frame]) -> Receipt:
-    receipt = Receipt(START, block_bytes=8)
+LOGPROBS = tuple(TokenLogprobs(token, -2.0, ((7, -0.5),)) for token in START.tokens[1:])
+
+
+def received(frames: list[Frame], start: Start = START) -> Receipt:
+    receipt = Receipt(start, block_bytes=8)
     for frame in frames:
         receipt.add(frame)
     return receipt
@@ -79,6 +82,31 @@ def test_a_frame_that_is_not_due_is_refused(wrong):
 def test_a_commit_that_is_not_true_is_refused(wrong):
     with pytest.raises(Malformed):
         received(FRAMES).check(replace(COMMIT, **wrong))
+
+
+def test_the_prompts_logprobs_are_those_that_were_asked_for():
+    received(FRAMES, replace(START, prompt_logprobs=1)).check(replace(COMMIT, prompt_logprobs=LOGPROBS))
+    bare = tuple(one._replace(top=()) for one in LOGPROBS)
+    received(FRAMES, replace(START, prompt_logprobs=0)).check(replace(COMMIT, prompt_logprobs=bare))
+    # a vocabulary of one has no two most probable tokens
+    received(FRAMES, replace(START, prompt_logprobs=2)).check(replace(COMMIT, prompt_logprobs=LOGPROBS))
+
+
+@pytest.mark.parametrize(
+    ("asked", "came"),
+    [
+        (None, LOGPROBS),
+        (1, ()),
+        (1, LOGPROBS[1:]),
+        (1, LOGPROBS[::-1]),
+        (1, (*LOGPROBS, LOGPROBS[0])),
+        (0, LOGPROBS),
+        (1, (*LOGPROBS[:-1], LOGPROBS[-1]._replace(top=()))),
+    ],
+)
+def test_logprobs_of_anything_else_are_refused(asked, came):
+    with pytest.raises(Malformed, match="logprobs"):
+        received(FRAMES, replace(START, prompt_logprobs=asked)).check(replace(COMMIT, prompt_logprobs=came))
 
 
 def test_a_commit_before_the_last_bytes_is_refused_even_if_its_counts_agree():

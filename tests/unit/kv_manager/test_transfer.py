@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from queue import SimpleQueue
 
 import grpc
@@ -39,7 +40,7 @@ from bifolio.protos.errors import (
     StalePlacement,
     TransferFailed,
 )
-from bifolio.protos.messages import Commit, Start
+from bifolio.protos.messages import Commit, Start, TokenLogprobs
 
 SMALL = 96
 LARGE = (2 << 20) + 96  # three frames a block
@@ -65,6 +66,22 @@ def test_what_arrives_is_what_was_computed(block_bytes, skip):
         assert target.read(here) == source.store.read(there)
     for untouched in (3, *(2, 4, 1)[:skip]):
         assert target.read(untouched) == bytes(block_bytes)
+
+
+def test_the_prompts_logprobs_come_with_the_commit():
+    asked = replace(start(), prompt_logprobs=1)
+    logprobs = tuple(TokenLogprobs(token, -float(token), ((5, -0.5),)) for token in asked.tokens[1:])
+    source = ScriptedSource(filled_store(SMALL), 4, replace(DONE, prompt_logprobs=logprobs))
+    with serving(source) as address, client_of(MemoryStore(4, SMALL)) as client:
+        assert client.pull(address, asked).run(ids(1, 2, 3)).prompt_logprobs == logprobs
+
+
+def test_logprobs_that_were_asked_for_and_did_not_come_fail_the_transfer():
+    source = ScriptedSource(filled_store(SMALL), 4, DONE)
+    with serving(source) as address, client_of(MemoryStore(4, SMALL)) as client:
+        pull = client.pull(address, replace(start(), prompt_logprobs=1))
+        with pytest.raises(TransferFailed, match="logprobs of 0 tokens"):
+            pull.run(ids(1, 2, 3))
 
 
 def test_a_full_last_block_needs_no_special_end():

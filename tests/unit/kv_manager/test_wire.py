@@ -7,6 +7,7 @@ from transfer_kit import ids, start
 
 from bifolio.kv_manager.wire import (
     HEADER,
+    MAX_MESSAGE,
     MAX_PAYLOAD,
     Ack,
     Frame,
@@ -18,15 +19,37 @@ from bifolio.kv_manager.wire import (
     pieces,
     unpack,
 )
-from bifolio.protos.messages import Commit, Generation
+from bifolio.protos import kv_pb2
+from bifolio.protos.messages import Commit, Generation, TokenLogprobs
 
 FRAME = Frame(Generation(2**64 - 1, 5), 3, 2, 1024, memoryview(b"payload"))
 COMMIT = Commit(Generation(1, 2), 10, 1, 2, 4, 64, b"\0" * 8, 0.25, 0.5)
 
 
-@pytest.mark.parametrize("message", [start(), Ack(0), Ack(2**32 - 1), COMMIT])
+@pytest.mark.parametrize(
+    "message",
+    [
+        start(),
+        replace(start(), prompt_logprobs=0),
+        replace(start(), prompt_logprobs=20),
+        Ack(0),
+        Ack(2**32 - 1),
+        COMMIT,
+        replace(
+            COMMIT, prompt_logprobs=(TokenLogprobs(0, -0.1), TokenLogprobs(9, -1e-300, ((2**31, -0.0), (9, -30.5))))
+        ),
+    ],
+)
 def test_control_messages_come_back_as_they_were(message):
     assert unpack(pack(message)) == message
+
+
+def test_the_logprobs_of_a_long_prompt_fit_a_message():
+    top = tuple((2**17 - i, -i / 3) for i in range(20))
+    long = replace(COMMIT, prompt_logprobs=tuple(TokenLogprobs(2**17, -9.0, top) for _ in range(8192)))
+    packed = pack(long)
+    assert unpack(packed) == long
+    assert len(packed) * 25 < MAX_MESSAGE  # 200,000 positions
 
 
 def test_a_frame_comes_back_as_it_was():
@@ -95,3 +118,9 @@ def test_a_block_travels_in_pieces_of_a_mebibyte():
         (MAX_PAYLOAD, 2 * MAX_PAYLOAD),
         (2 * MAX_PAYLOAD, 2 * MAX_PAYLOAD + 1),
     ]
+
+
+def test_logprobs_of_uneven_lists_are_malformed():
+    uneven = kv_pb2.Commit(prompt_logprobs=[kv_pb2.PromptLogprob(top_ids=[1, 2], top_logprobs=[-0.5])])
+    with pytest.raises(Malformed, match="does not parse"):
+        unpack(bytes((Kind.COMMIT,)) + uneven.SerializeToString())

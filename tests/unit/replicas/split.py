@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bifolio.kv_manager.config import KvConfig
@@ -39,18 +39,20 @@ class Pair:
     jobs: Jobs | None = None
     server: PrefillServer | None = None
     count: int = field(default=0)
+    preemptions: int = field(default=0)
 
     @property
     def cores(self) -> list[Core]:
         return [self.decode] if self.prefill is None else [self.decode, self.prefill]
 
-    def request(self, prompt: Sequence[int], **sampling: object) -> Request:
+    def request(self, prompt: Sequence[int], *, prompt_logprobs: int | None = None, **sampling: object) -> Request:
         self.count += 1
         return Request(
             RequestId(f"r{self.count}"),
             tuple(prompt),
-            Sampling(**sampling),
-            time.time(),  # type: ignore[arg-type]
+            Sampling(**sampling),  # type: ignore[arg-type]
+            time.time(),
+            prompt_logprobs=prompt_logprobs,
         )
 
     async def place(self, request: Request) -> Placement:
@@ -73,13 +75,30 @@ class Pair:
                 yield delta
 
     async def tokens(self, request: Request) -> list[int]:
-        out: list[int] = []
-        async with aclosing(self.deltas(request)) as deltas:
-            async for delta in deltas:
-                assert delta.resumable is None, delta.resumable
-                out += delta.tokens
-                self.beat()
-        return out
+        before = self.preemptions
+        answer = await self.answer(request)
+        assert self.preemptions == before
+        return list(answer.tokens)
+
+    async def answer(self, request: Request) -> Delta:
+        """All deltas of a request in one. What is preempted is placed again with the tokens it has, as the ingress
+        does; prompt logprobs that came twice would be seen twice."""
+        whole = Delta()
+        while whole.finish is None:
+            async with aclosing(self.deltas(request)) as deltas:
+                async for delta in deltas:
+                    self.beat()
+                    if delta.resumable is not None:
+                        assert delta.resumable[0] == "Preempted", delta.resumable
+                        self.preemptions += 1
+                    request = replace(request, generated=request.generated + delta.tokens)
+                    whole = Delta(
+                        whole.tokens + delta.tokens,
+                        delta.finish,
+                        logprobs=whole.logprobs + delta.logprobs,
+                        prompt_logprobs=whole.prompt_logprobs + delta.prompt_logprobs,
+                    )
+        return whole
 
     async def settled(self) -> None:
         """Until every lease is closed at the replicas; then the ledger must agree."""

@@ -23,13 +23,27 @@ def test_rows_become_tokens_positions_and_slots() -> None:
     ]
 
 
+def test_targets_name_the_rows_that_are_scored() -> None:
+    rows = [
+        Row([5, 6, 7], 7, [4, 9], False, targets=[6, 7, 8], top=2),
+        Row([8], 0, [2, 3]),
+        Row([9, 1], 16, [1, 7, 5], targets=[1]),
+        Row([3], 8, [6, 8], targets=[], top=20),
+    ]
+    batch = build_batch(rows, 8)
+    assert batch.scored_rows.tolist() == [0, 1, 2, 4]
+    assert batch.targets == (6, 7, 8, 1)
+    assert batch.tops == (2, 2, 2, 0)
+    assert batch.logit_rows.tolist() == [3, 5, 6]
+
+
 def test_slots_of_a_large_cache_pass_32_bits() -> None:
     assert build_batch([Row([1], 0, [2**30])], 16).slots.tolist() == [2**34]
 
 
 def test_no_rows() -> None:
     batch = build_batch([], 8)
-    assert batch.tokens.shape == batch.slots.shape == batch.logit_rows.shape == (0,)
+    assert batch.tokens.shape == batch.slots.shape == batch.logit_rows.shape == batch.scored_rows.shape == (0,)
 
 
 def test_rows_that_cannot_be_computed_are_our_bug() -> None:
@@ -37,3 +51,5 @@ def test_rows_that_cannot_be_computed_are_our_bug() -> None:
         build_batch([Row([], 0, [1])], 8)
     with pytest.raises(AssertionError, match="blocks end"):
         build_batch([Row([1, 2], 7, [1])], 8)
+    with pytest.raises(AssertionError, match="targets go past"):
+        build_batch([Row([1, 2], 0, [1], targets=[2, 3, 4])], 8)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
+from typing import Any
 
 import numpy as np
 import torch
 
 from bifolio.protos.messages import BlockId, Generation, Sampling
+from bifolio.replicas import sampler
 from bifolio.replicas.batch import Batch
 from bifolio.replicas.engine import Engine, EngineThread
+from bifolio.replicas.logprobs import token_logprobs
+from bifolio.replicas.runner import Output
 from bifolio.replicas.scheduler import Scheduler
-from bifolio.replicas.sequence import Abort, Add, Closed, Computed, Prefilled, Sampled
+from bifolio.replicas.sequence import Abort, Add, Closed, Computed, Event, Prefilled, Sampled
 
 VOCABULARY = 32
 
@@ -25,10 +29,12 @@ class Runner:
     def __init__(self) -> None:
         self.fail = False
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def compute(self, batch: Batch) -> Output:
         if self.fail:
             raise RuntimeError("out of luck")
-        return torch.nn.functional.one_hot((batch.tokens[batch.logit_rows] + 1) % VOCABULARY, VOCABULARY).float()
+        logits = torch.nn.functional.one_hot((batch.tokens + 1) % VOCABULARY, VOCABULARY).float()
+        scores = token_logprobs(logits[batch.scored_rows], batch.targets, batch.tops)
+        return Output(logits[batch.logit_rows], scores)
 
 
 def engine(draw=lambda generation, count: None) -> tuple[Engine, Runner]:
@@ -37,10 +43,17 @@ def engine(draw=lambda generation, count: None) -> tuple[Engine, Runner]:
     return Engine(runner, scheduler), runner  # type: ignore[arg-type]
 
 
-def add(counter: int, tokens: tuple[int, ...], most: int | None = None, logits: bytes | None = None) -> Add:
+def add(
+    counter: int,
+    tokens: tuple[int, ...],
+    most: int | None = None,
+    logits: bytes | None = None,
+    prompt_logprobs: int | None = None,
+    **sampling: Any,
+) -> Add:
     blocks = tuple(BlockId(counter * 100 + i) for i in range(-(-len(tokens) // 16) + 1))
-    sampling = Sampling(most, 0.0) if most else None
-    return Add(Generation(1, counter), tokens, blocks, float(counter), len(tokens), sampling, logits)
+    parameters = Sampling(most, 0.0, **sampling) if most else None
+    return Add(Generation(1, counter), tokens, blocks, float(counter), len(tokens), parameters, logits, prompt_logprobs)
 
 
 def test_a_prompt_is_computed_and_its_tokens_follow():
@@ -95,14 +108,14 @@ def test_a_step_that_fails_closes_its_sequences_and_the_engine_goes_on():
 
 def test_only_the_faulty_sequence_of_a_step_fails():
     it, runner = engine()
-    compute = runner.run
+    compute = runner.compute
 
-    def faulty(batch: Batch) -> torch.Tensor:
+    def faulty(batch: Batch) -> Output:
         if 13 in batch.tokens:
             raise RuntimeError("unlucky")
         return compute(batch)
 
-    runner.run = faulty  # type: ignore[method-assign]
+    runner.compute = faulty  # type: ignore[method-assign]
     for counter, tokens in enumerate(((3, 4), (13,), (8,)), 1):
         it.submit(add(counter, tokens, most=1))
     events = it.step()
@@ -112,6 +125,66 @@ def test_only_the_faulty_sequence_of_a_step_fails():
         2: "failed",
         3: "finished",
     }
+
+
+def test_a_step_that_is_repeated_records_nothing_twice():
+    """The second prompt fails in its last chunk: penalties, tokens and logprobs of the first go on."""
+    alone, _ = engine()
+    together, runner = engine(lambda generation, count: (BlockId(1000 + generation.counter),))
+    compute = runner.compute
+
+    def faulty(batch: Batch) -> Output:
+        if 31 in batch.tokens:
+            raise RuntimeError("unlucky")
+        return compute(batch)
+
+    runner.compute = faulty  # type: ignore[method-assign]
+    wanted = add(
+        1, tuple(i % 31 for i in range(40)), 12, None, 3, logprobs=2, frequency_penalty=0.7, repetition_penalty=1.5
+    )
+    for it in (alone, together):
+        it.submit(wanted)
+    together.submit(add(2, (*[1] * 30, 31), most=1))
+    for counter in (3, 4, 5):
+        together.submit(add(counter, (5, 6), most=1))
+    events = [[e for _ in range(40) for e in it.step() if e.generation.counter == 1] for it in (alone, together)]
+    assert tokens_and_logprobs(events[0]) == tokens_and_logprobs(events[1])
+    first = next(e for e in events[1] if isinstance(e, Sampled))
+    assert [one.token for one in first.prompt_logprobs] == [i % 31 for i in range(1, 40)]
+
+
+def tokens_and_logprobs(events: list[Event]) -> list[tuple[Any, ...]]:
+    return [(e.token, e.logprobs, e.prompt_logprobs) for e in events if isinstance(e, Sampled)]
+
+
+def test_a_step_that_fails_after_sampling_draws_the_same_again(monkeypatch):
+    """Penalties change rows in place: a repeated step begins from the model's own again."""
+    row = np.linspace(3, 0, VOCABULARY, dtype=np.float32).tobytes()
+
+    def play(fail: bool) -> list[tuple[Any, ...]]:
+        it, _ = engine()
+        for counter in (1, 2):
+            it.submit(add(counter, (0, 1, 2), most=2, logits=row, repetition_penalty=1.3, logprobs=1))
+        if fail:
+            with monkeypatch.context() as patch:
+                patch.setattr(sampler, "token_logprobs", fails_once(sampler.token_logprobs))
+                return tokens_and_logprobs(it.step())
+        return tokens_and_logprobs(it.step())
+
+    assert play(True) == play(False)
+    assert len(play(True)) == 2
+
+
+def fails_once(function: Any) -> Any:
+    calls = []
+
+    def wrapped(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("once")
+        return function(*args)
+
+    return wrapped
 
 
 def test_a_thread_that_ends_by_a_bug_leaves_nobody_waiting():

@@ -149,6 +149,9 @@ def test_a_start_that_makes_no_sense_is_refused_and_leaves_no_trace(glassllm_dir
                 {"tokens": ()},
                 {"tokens": (-1, *good.tokens[1:])},
                 {"tokens": (10**6, *good.tokens[1:])},
+                {"prompt_logprobs": 21},
+                {"prompt_logprobs": 2**32 - 1},
+                {"prompt_logprobs": -1},
             ):
                 with pytest.raises(InvalidRequest):
                     it.jobs.begin(replace(good, **wrong))
@@ -182,7 +185,7 @@ def test_the_first_block_arrives_before_the_last_chunk_is_computed(glassllm_dir)
         async with pair(glassllm_dir, **SMALL) as it:
             assert it.prefill is not None
             arrived = threading.Event()
-            write, compute = it.decode.cache.write, it.prefill.runner.run
+            write, compute = it.decode.cache.write, it.prefill.runner.compute
 
             def written(*args):
                 write(*args)
@@ -193,7 +196,7 @@ def test_the_first_block_arrives_before_the_last_chunk_is_computed(glassllm_dir)
                     assert arrived.wait(20), "no block came while the prompt was being computed"
                 return compute(batch)
 
-            it.decode.cache.write, it.prefill.runner.run = written, computed
+            it.decode.cache.write, it.prefill.runner.compute = written, computed
             assert len(await it.tokens(it.request(PROMPT * 3, **GREEDY))) == 30
 
     run(overlap())

@@ -1,11 +1,13 @@
 """Scheduling decisions, one claim a test: no model, no clock."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bifolio.protos.messages import BlockId, Generation, Sampling
-from bifolio.replicas.scheduler import Scheduler, Step
+from bifolio.protos.messages import BlockId, Generation, Sampling, TokenLogprobs
+from bifolio.replicas.scheduler import Outcome, Scheduler, Step
 from bifolio.replicas.sequence import Add, Closed, Computed, Event, Prefilled, Sampled
 
 P = 16
@@ -55,9 +57,10 @@ def play(s: Scheduler, now: float = 0.0, token: int = 7) -> tuple[Step, list[Eve
     """One step in which every sequence that samples gets `token`."""
     step = s.schedule(now)
     ready = [c.sequence for c in step.chunks if c.completes] + list(step.handed)
-    sampled = {q.generation: token for q in ready if q.sampling}
+    sampled = {q.generation: (token, None) for q in ready if q.sampling}
     logits = {q.generation: b"row!" for q in ready if not q.sampling}
-    return step, [*step.closed, *s.record(step, sampled, logits, now)]
+    scores = {c.sequence.generation: [TokenLogprobs(t, -1.0) for t in c.sequence.targets(c.count)] for c in step.chunks}
+    return step, [*step.closed, *s.record(step, Outcome(sampled, logits, scores), now)]
 
 
 def counts(step: Step) -> dict[int, int]:
@@ -125,6 +128,26 @@ def test_max_tokens_counts_from_the_original_prompt():
     s.add(Add(resumed.generation, resumed.tokens, resumed.blocks, 0.0, 18, resumed.sampling), 0.0)  # 2 tokens before
     _, events = play(s)
     assert events[0] == Sampled(Generation(1, 1), 7, "length")
+
+
+@pytest.mark.parametrize("most", [None, 5], ids=["handed over", "prefilled here"])
+@pytest.mark.parametrize("tokens", [1, 33, 100])
+def test_the_prompts_logprobs_come_once_with_the_end_of_its_prefill(tokens, most):
+    s = scheduler(budget=32)
+    s.add(add(1, tokens, most=most, prompt_logprobs=0), 0.0)
+    events = [event for _ in range(8) for event in play(s)[1]]
+    first, *later = [e.prompt_logprobs for e in events if isinstance(e, Prefilled | Sampled)]
+    assert [one.token for one in first] == list(range(1, tokens))
+    assert not any(later)
+
+
+def test_a_history_that_was_generated_has_no_prompt_logprobs():
+    s = scheduler()
+    resumed = add(1, 20, most=9)
+    s.add(replace(resumed, prompt_length=5, prompt_logprobs=0), 0.0)
+    _, events = play(s)
+    assert isinstance(events[0], Sampled)
+    assert [one.token for one in events[0].prompt_logprobs] == [1, 2, 3, 4]
 
 
 def test_a_growing_sequence_draws_blocks():

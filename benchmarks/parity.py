@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Are the ids right? Split pools against a single pool, and both against transformers, in fp32 and greedy.
+"""Are the ids right? Split pools against a single pool, and both against transformers, in exact mode and greedy.
 
     python benchmarks/parity.py [--model smollm2-135m] [--prompts FILE.jsonl.gz] [--count 20] [--tokens 64]
                                 [--oracle DIR]
@@ -19,24 +19,13 @@ import gzip
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from bifolio.cluster.client import Client
 from bifolio.cluster.models import resolve
+from bifolio.cluster.oracle import Oracle, Verdict
 from bifolio.cluster.spawn import spawned
 from bifolio.cluster.tokenizer import Tokenizer
-
-TIE = 2e-4  # of fp32 logits
-
-
-@dataclass
-class Verdict:
-    equal: int = 0
-    ties: int = 0
-    mismatches: int = 0
 
 
 def read_prompts(path: Path, count: int) -> list[str]:
@@ -52,7 +41,7 @@ def generate(model: str, prefill: int, prompts: list[list[int]], tokens: int) ->
     answers, blocks = [], 0
     began = time.monotonic()
     with (
-        spawned(["--model", model, "--dtype", "float32", "--prefill", str(prefill), "--decode", "1"]) as cluster,
+        spawned(["--model", model, "--exact", "--prefill", str(prefill), "--decode", "1"]) as cluster,
         Client(cluster.grpc_address) as client,
     ):
         for number, prompt in enumerate(prompts, 1):
@@ -67,29 +56,6 @@ def generate(model: str, prefill: int, prompts: list[list[int]], tokens: int) ->
             )
     print()
     return answers, blocks
-
-
-@torch.inference_mode()
-def compare(oracle: torch.nn.Module, prompt: list[int], answer: list[int], verdict: Verdict) -> None:
-    logits = oracle(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
-    best = logits.argmax(-1)
-    for position, token in enumerate(answer):
-        if int(best[position]) == token:
-            verdict.equal += 1
-            continue
-        gap = float(logits[position, best[position]] - logits[position, token])
-        verdict.ties += gap < TIE
-        verdict.mismatches += gap >= TIE
-        print(f"  position {position}: {token} here, {int(best[position])} in transformers, gap {gap:.1e}")
-
-
-def load_oracle(source: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    where = {"gguf_file": source.name} if source.is_file() else {}
-    directory = source.parent if source.is_file() else source
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **where)
-    return model.eval()
 
 
 def main() -> int:
@@ -113,11 +79,11 @@ def main() -> int:
     print(
         f"split against single pool: {args.count - len(differing)} of {args.count} answers equal; {blocks} blocks moved"
     )
-    oracle = load_oracle(args.oracle or source)
+    oracle = Oracle.load(args.oracle or source)
     verdicts = {"split": Verdict(), "single": Verdict()}
     for name, answers in (("split", split), ("single", single)):
         for prompt, answer in zip(prompts, answers, strict=True):
-            compare(oracle, prompt, answer, verdicts[name])
+            oracle.judge(prompt, answer, verdicts[name], lambda line: print(f"  {line}"))
     for name, v in verdicts.items():
         print(f"{name:6} against transformers: {v.equal} ids equal, {v.ties} ties, {v.mismatches} mismatches")
     return 1 if any(v.mismatches for v in verdicts.values()) else 0

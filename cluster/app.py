@@ -32,6 +32,7 @@ def build(config: ClusterConfig, model: Path) -> Any:
 
     from .ingress import Ingress
 
+    assert config.model.dtype is not None, "the configuration is resolved"
     spec = ReplicaSpec(model, config.model.dtype, config.engine, config.kv, (MANAGER, APPLICATION))
     common = {
         "max_ongoing_requests": 100_000,  # the ledger admits; Serve must never queue
@@ -67,7 +68,7 @@ def build(config: ClusterConfig, model: Path) -> Any:
 def replica_environment(config: ClusterConfig) -> dict[str, str]:
     """What a replica process needs before torch is loaded."""
     threads = {"OMP_NUM_THREADS": str(config.engine.threads)}
-    exact = {"MKL_CBWR": "AVX512,STRICT" if _has_avx512() else "AVX2,STRICT"} if config.model.dtype == "float32" else {}
+    exact = {"MKL_CBWR": "AVX512,STRICT" if _has_avx512() else "AVX2,STRICT"} if config.engine.exact else {}
     return MALLOC | threads | exact
 
 

@@ -66,6 +66,14 @@ class ClusterConfig(FrozenConfig):
             raise ValueError(f"http.port and grpc.port are both {self.http.port}; they must differ")
         return self
 
+    @model_validator(mode="after")
+    def _exact_is_float32(self) -> ClusterConfig:
+        if self.engine.exact and self.model.dtype not in (None, "float32"):
+            raise ValueError(
+                f"engine.exact with model.dtype {self.model.dtype}; allowed with exact: float32, or null for it"
+            )
+        return self
+
 
 def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
     """The configuration in a YAML file, or the defaults; `overrides` are values by dotted path and win."""
@@ -88,10 +96,12 @@ def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = N
 
 def resolved(config: ClusterConfig) -> ClusterConfig:
     """A new configuration in which everything left open is decided."""
-    if config.model.served_name is not None:
-        return config
-    model = config.model.model_copy(update={"served_name": default_name(config.model.source)})
-    return config.model_copy(update={"model": model})
+    model = config.model
+    decided = {
+        "served_name": model.served_name or default_name(model.source),
+        "dtype": model.dtype or ("float32" if config.engine.exact else "bfloat16"),
+    }
+    return config.model_copy(update={"model": model.model_copy(update=decided)})
 
 
 def schema() -> dict[str, Any]:

@@ -8,6 +8,7 @@ does.
 from .ops import linear, paged_attention, rms_norm, rope_and_write, sample, silu_mul
 from .plan import AttentionPlan, plan
 from .rope_tables import rope_tables
+from .self_check import self_check
 
 __all__ = [
     "AttentionPlan",
@@ -18,5 +19,6 @@ __all__ = [
     "rope_and_write",
     "rope_tables",
     "sample",
+    "self_check",
     "silu_mul",
 ]

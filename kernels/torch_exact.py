@@ -55,8 +55,9 @@ def _attend(
     kv_heads = kv.shape[2]
     group = heads // kv_heads
     packed = q.reshape(rows, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
-    first = 0 if window is None else max(0, s.keys - s.rows - window + 1) // TILE * TILE
-    k, v = _tiles(kv, s, first)
+    seen = 0 if window is None else min(s.keys, max(0, s.keys - s.rows - window + 1))  # the first position
+    first = seen // TILE * TILE
+    k, v = _tiles(kv, s, first, seen)
     position = torch.arange(s.keys - rows, s.keys).repeat_interleave(group)[:, None]
     result = torch.empty_like(packed)
     for begin in range(0, rows * group, MOST_ROWS):
@@ -104,16 +105,15 @@ def _rows(
     return mixed / total.masked_fill(total == 0, 1.0)
 
 
-def _tiles(kv: Tensor, s: SequencePlan, first: int) -> tuple[Tensor, Tensor]:
-    """K and V from position `first` to the end of the last tile, each [kv_heads, n * TILE, head_dim]; unused slots
-    are zeros, whatever they held."""
+def _tiles(kv: Tensor, s: SequencePlan, first: int, seen: int) -> tuple[Tensor, Tensor]:
+    """K and V from position `first` to the end of the last tile, each [kv_heads, n * TILE, head_dim]. Slots that no
+    row sees, before position `seen` or past the end, are zeros, whatever they hold: 0 * NaN would be NaN."""
     block_size, head_dim = kv.shape[3], kv.shape[4]
     skipped = first // block_size
     pages = kv.permute(1, 2, 0, 3, 4).index_select(2, s.blocks[skipped : -(-s.keys // block_size)])
-    held = pages.reshape(2, kv.shape[2], -1, head_dim)[
-        :, :, first - skipped * block_size : s.keys - skipped * block_size
-    ]
-    k, v = F.pad(held, (0, 0, 0, -held.shape[2] % TILE))
+    slots = pages.reshape(2, kv.shape[2], pages.shape[2] * block_size, head_dim)
+    held = slots[:, :, seen - skipped * block_size : s.keys - skipped * block_size]
+    k, v = F.pad(held, (0, 0, seen - first, (first - s.keys) % TILE))
     return k, v
 
 

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from bifolio.kv_manager.config import FrozenConfig
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+
 
 class ModelConfig(FrozenConfig):
     """The model that is served."""
@@ -22,9 +24,9 @@ class ModelConfig(FrozenConfig):
         min_length=1,
         description="The name users ask for; null takes the known model's, the file's or the directory's.",
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16",
-        description="Of weights, activations and KV cache; float32 is slower and reproducible.",
+    dtype: Dtype | None = Field(
+        default=None,
+        description="Of weights, activations and KV cache; null takes float32 if engine.exact, else bfloat16.",
     )
 
 
@@ -46,6 +48,10 @@ class EngineConfig(FrozenConfig):
     )
     max_sequences: int = Field(default=32, ge=1, le=1024, description="Sequences computed in one step.")
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads of one replica's computing.")
+    exact: bool = Field(
+        default=False,
+        description="Bit-equal logits however they are computed, in float32 on CPUs; refused where that does not hold.",
+    )
 
     @model_validator(mode="after")
     def _steps_have_room(self) -> EngineConfig:

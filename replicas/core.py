@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 
+from bifolio.kernels import self_check
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.tags import BlockTags
+from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role
 
 from .config import EngineConfig
@@ -30,7 +32,7 @@ from .weights import load
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,18 @@ class ReplicaSpec:
     engine: EngineConfig
     kv: KvConfig
     manager: tuple[str, str]  # name and namespace of the KV manager actor
+
+
+def _bits_of(model: Llama) -> str:
+    """The name of the bits that this machine computes; ConfigError if they are not the same in any company."""
+    c = model.config
+    try:
+        return self_check(model.linears, c.heads, c.kv_heads, c.head_dim, map(c.window, range(c.layers)))
+    except ArithmeticError as error:
+        raise ConfigError(
+            f"engine.exact: {error}, on this machine with {torch.get_num_threads()} threads; turn engine.exact off, "
+            "or serve on a CPU with MKL and AVX2"
+        ) from error
 
 
 class Core:
@@ -56,8 +70,9 @@ class Core:
         self.cache = KvCache(
             blocks, config.layers, config.kv_heads, engine.block_size, config.head_dim, DTYPES[spec.dtype]
         )
+        model = Llama(config, weights, exact=engine.exact)
         self.geometry = Geometry(
-            f"{fingerprint(spec.model)}/{spec.dtype}",
+            "/".join([fingerprint(spec.model), spec.dtype, *([f"exact-{_bits_of(model)}"] if engine.exact else [])]),
             config.layers,
             config.kv_heads,
             config.head_dim,
@@ -73,7 +88,7 @@ class Core:
             draw=self.tags.draw,
             starve_s=spec.kv.starve_s,
         )
-        self.runner = Runner(Llama(config, weights), self.cache)
+        self.runner = Runner(model, self.cache)
         self._engine = Engine(self.runner, scheduler)
         self._thread: EngineThread | None = None
         self.replica, self.role, self._spec = replica, role, spec

@@ -29,8 +29,8 @@ TWO_AND_TWO = """\
 model:
   source: {model}
   served_name: glassllm
-  dtype: float32
 engine:
+  exact: true
   block_size: 8             # many blocks and several chunks, although the context is 128 tokens
   cache_tokens: 2048
   max_batched_tokens: 32
@@ -58,7 +58,7 @@ def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def two_and_two(glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpawnedCluster]:
-    """glassllm in float32, from a YAML file: two prefill and two decode replicas."""
+    """glassllm in exact mode, from a YAML file: two prefill and two decode replicas."""
     file = tmp_path_factory.mktemp("yaml") / "cluster.yaml"
     file.write_text(TWO_AND_TWO.format(model=glassllm_dir))
     with _running([str(file)], tmp_path_factory, prefill=2, decode=2) as cluster:
@@ -67,8 +67,8 @@ def two_and_two(glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def single_pool(glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpawnedCluster]:
-    """glassllm in float32: one decode replica that prefills for itself."""
-    arguments = ["--model", str(glassllm_dir), "--served-model-name", "glassllm", "--dtype", "float32"]
+    """glassllm in exact mode: one decode replica that prefills for itself."""
+    arguments = ["--model", str(glassllm_dir), "--served-model-name", "glassllm", "--exact"]
     with _running([*arguments, "--prefill", "0"], tmp_path_factory, prefill=0, decode=1) as cluster:
         yield cluster
 

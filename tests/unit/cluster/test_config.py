@@ -45,7 +45,25 @@ def test_resolving_names_the_model_and_leaves_the_original_open() -> None:
     assert resolved(config).model.served_name == "Tiny.Q4"
     assert config.model.served_name is None
     named = load(None, {"model.served_name": "mine"})
-    assert resolved(named) is named
+    assert resolved(named).model.served_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({}, "bfloat16"),
+        ({"engine.exact": True}, "float32"),
+        ({"engine.exact": True, "model.dtype": "float32"}, "float32"),
+        ({"model.dtype": "float16"}, "float16"),
+    ],
+)
+def test_exact_decides_a_dtype_that_was_left_open(given: dict[str, object], dtype: str) -> None:
+    assert resolved(load(None, given)).model.dtype == dtype
+
+
+def test_exact_needs_float32() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.exact with model\.dtype bfloat16; allowed with exact: float32"):
+        load(None, {"engine.exact": True, "model.dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +78,7 @@ def test_resolving_names_the_model_and_leaves_the_original_open() -> None:
         ("qqq: 1", "qqq: unknown name; allowed: engine, grpc, http, kv, model, pools"),
         ("http: {port: '80'}", "http.port: got '80'; allowed: a whole number, at least 1, at most 65535"),
         ("http: {port: 0}", "http.port: got 0; allowed: a whole number, at least 1, at most 65535"),
-        ("model: {dtype: fp8}", "model.dtype: got 'fp8'; allowed: one of bfloat16, float32"),
+        ("model: {dtype: fp8}", "model.dtype: got 'fp8'; allowed: one of bfloat16, float16, float32 or null"),
         (
             "model: {served_name: 3}",
             "model.served_name: got 3; allowed: a text, of length at least 1 or null",

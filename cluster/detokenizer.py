@@ -2,6 +2,12 @@
 
 The pieces handed out, joined, are exactly the tokenizer's text of all tokens (cut before the first stop
 string), however the tokens were grouped into pushes. Cost per token does not depend on what came before.
+`Tokenizer` says what that text is where tokens are no UTF-8.
+
+An answer may be asked to have at least so many tokens. A stop string then counts only if the token that
+completes it is number `least` or a later one, counted from 1. It may begin before: its beginning is held back
+as ever. Occurrences that are complete earlier are text, and one that overlaps such an occurrence counts.
+
 Knows nothing of requests or of why a sequence ends otherwise.
 """
 
@@ -23,11 +29,12 @@ class Detokenizer:
     send(detokenizer.finish())
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), least: int = 0) -> None:
         self._tokenizer = tokenizer
         # Holds back the bytes of a character until it is complete or can no longer become one (then U+FFFD)
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = [_StopString(stop) for stop in stops]
+        self._least = least
         self._strip = tokenizer.strips_space
         self._held = ""  # the end of the text so far that may be the start of a stop string
         self.stopped = False
@@ -64,7 +71,8 @@ class Detokenizer:
             return text
         seen, text = len(self._held), self._held + text
         for end, character in enumerate(text[seen:], start=seen + 1):
-            if found := max(stop.feed(character) for stop in self._stops):
+            found = max(stop.feed(character) for stop in self._stops)
+            if found and self.tokens >= self._least:
                 self.stopped, self._held = True, ""
                 return text[: end - found]
         keep = len(text) - max(stop.matched for stop in self._stops)
@@ -73,7 +81,8 @@ class Detokenizer:
 
 
 class _StopString:
-    """Knuth-Morris-Pratt: `matched` is the longest beginning of the stop string that the text ends with."""
+    """Knuth-Morris-Pratt: `matched` is the longest beginning of the stop string that the text ends with, short
+    of all of it."""
 
     def __init__(self, stop: str) -> None:
         assert stop, "an empty stop string would stop everything; requests with one are refused"
@@ -87,7 +96,10 @@ class _StopString:
     def feed(self, character: str) -> int:
         """The stop string's length if this character completes it, else 0."""
         self.matched = self._advance(self.matched, character)
-        return self.matched if self.matched == len(self._stop) else 0
+        if self.matched < len(self._stop):
+            return 0
+        self.matched = self._back[self.matched]
+        return len(self._stop)
 
     def _advance(self, matched: int, character: str) -> int:
         while matched and self._stop[matched] != character:

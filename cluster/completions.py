@@ -1,4 +1,5 @@
-"""The bodies of /v1/completions: pieces of an answer in, bytes out. Knows nothing about where pieces come from."""
+"""The bodies of answers: pieces in, bytes out, streamed or whole. Knows nothing about where pieces come from, or of how
+an endpoint words them."""
 
 from __future__ import annotations
 
@@ -11,22 +12,21 @@ from starlette.responses import JSONResponse
 from bifolio.protos.errors import BifolioError
 
 from .answer import Piece
-from .openai import DONE, CompletionFormat, error_response, event
+from .openai import DONE, error_response, event
+from .words import Words
 
 logger = logging.getLogger(__name__)
 
 
-async def events(pieces: AsyncGenerator[Piece, None], words: CompletionFormat) -> AsyncGenerator[bytes, None]:
+async def events(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGenerator[bytes, None]:
     """Server-sent events. An error before the first one is the caller's; later ones are an event of their own."""
     begun = False
     async with aclosing(pieces):
         try:
             async for piece in pieces:
-                if piece.text or piece.finish:
-                    yield event(words.chunk(piece.text, piece.finish))
+                for chunk in words.chunks(piece):
+                    yield event(chunk)
                     begun = True
-                if piece.usage is not None and words.include_usage:
-                    yield event(words.usage_chunk(piece.usage))
         except BifolioError as error:
             if not begun:
                 raise
@@ -36,11 +36,7 @@ async def events(pieces: AsyncGenerator[Piece, None], words: CompletionFormat) -
         yield DONE
 
 
-async def whole(pieces: AsyncGenerator[Piece, None], words: CompletionFormat) -> AsyncGenerator[bytes, None]:
+async def whole(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGenerator[bytes, None]:
     async with aclosing(pieces):
         taken = [piece async for piece in pieces]
-    last = taken[-1]
-    assert last.finish is not None
-    assert last.usage is not None
-    body = words.whole("".join(piece.text for piece in taken), last.finish, last.usage)
-    yield bytes(JSONResponse(body).body)
+    yield bytes(JSONResponse(words.whole(taken)).body)

@@ -2,54 +2,98 @@
 
 from __future__ import annotations
 
-from bifolio.protos import inference_pb2 as pb
-from bifolio.protos.messages import RequestId
+import json
+from collections.abc import Iterable
+from typing import Any
 
+from bifolio.protos import inference_pb2 as pb
+from bifolio.protos.messages import RequestId, TokenLogprobs
+
+from .chat import Chat
+from .json_body import read_object
 from .query import Query
+
+FIELD = "bifolio-field"  # trailing metadata of a refused call: the field of the request that is wrong
+
+# Fields of Sampling that may be left open, under one name in both
+_OPEN = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "min_tokens", "seed", "logprobs"),
+)
 
 
 def query_from_pb(request: pb.GenerateRequest, id: RequestId) -> Query:
     """A request without a prompt is one with an empty prompt: `resolve` refuses both alike."""
     sampling = request.sampling
-
-    def given(field: str) -> bool:
-        return sampling.HasField(field)
-
+    given: dict[str, Any] = {name: getattr(sampling, name) for name in _OPEN if sampling.HasField(name)}
     return Query(
         id=id,
-        prompt=tuple(request.token_ids.ids) if request.WhichOneof("prompt") == "token_ids" else request.text,
+        prompt=_prompt_from_pb(request),
         model=request.model,
-        max_tokens=sampling.max_tokens if given("max_tokens") else None,
-        temperature=sampling.temperature if given("temperature") else None,
-        top_p=sampling.top_p if given("top_p") else None,
-        top_k=sampling.top_k if given("top_k") else None,
-        seed=sampling.seed if given("seed") else None,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        **given,
     )
 
 
+def _prompt_from_pb(request: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:
+    match request.WhichOneof("prompt"):
+        case "token_ids":
+            return tuple(request.token_ids.ids)
+        case "chat":
+            chat = request.chat
+            return Chat(
+                tuple({"role": message.role, "content": message.content} for message in chat.messages),
+                continue_final_message=chat.continue_final_message,
+                template_kwargs=read_object(chat.template_kwargs or "{}", "chat.template_kwargs"),
+            )
+    return request.text
+
+
 def query_to_pb(query: Query) -> pb.GenerateRequest:
-    """What a client sends for a query; its id is given by the cluster."""
+    """What a client sends for a query; its id is given by the cluster. ValueError, TypeError: it cannot be sent."""
+    given = {name: value for name in _OPEN if (value := getattr(query, name)) is not None}
     sampling = pb.Sampling(
-        max_tokens=query.max_tokens,
-        temperature=query.temperature,
-        top_p=query.top_p,
-        top_k=query.top_k,
-        seed=_unsigned(query.seed),
+        **{**given, "seed": _unsigned(query.seed)},
+        logit_bias=dict(query.logit_bias),
         stop=query.stop,
         stop_token_ids=query.stop_token_ids,
         ignore_eos=query.ignore_eos,
     )
-    if isinstance(query.prompt, str):
-        return pb.GenerateRequest(model=query.model, text=query.prompt, sampling=sampling)
-    return pb.GenerateRequest(model=query.model, token_ids=pb.TokenIds(ids=query.prompt), sampling=sampling)
+    request = pb.GenerateRequest(model=query.model, sampling=sampling, prompt_logprobs=query.prompt_logprobs)
+    match query.prompt:
+        case str():
+            request.text = query.prompt
+        case Chat():
+            request.chat.CopyFrom(_chat_to_pb(query.prompt))
+        case ids:
+            request.token_ids.CopyFrom(pb.TokenIds(ids=ids))
+    return request
+
+
+def _chat_to_pb(chat: Chat) -> pb.Chat:
+    kwargs = json.dumps(dict(chat.template_kwargs), allow_nan=False) if chat.template_kwargs else ""
+    messages = [pb.ChatMessage(**message) for message in chat.messages]
+    return pb.Chat(messages=messages, continue_final_message=chat.continue_final_message, template_kwargs=kwargs)
 
 
 def _unsigned(seed: int | None) -> int | None:
     """A negative seed, which HTTP takes as well, is the same 64 bits read with a sign."""
     return seed % 2**64 if seed is not None and -(2**63) <= seed < 0 else seed
+
+
+def logprobs_to_pb(entries: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            token_id=entry.token,
+            logprob=entry.logprob,
+            top=[pb.TopLogprob(token_id=id, logprob=logprob) for id, logprob in entry.top],
+        )
+        for entry in entries
+    ]
 
 
 def usage_to_json(usage: pb.Usage) -> dict[str, object]:

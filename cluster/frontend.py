@@ -21,7 +21,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError
 
 from bifolio.protos.errors import BifolioError, Preempted, ReplicaGone, Resumable, Unavailable
-from bifolio.protos.messages import Ask, Delta, FinishReason, Moved, Placement, ReplicaId, Request, Timings
+from bifolio.protos.messages import Ask, Delta, Moved, Placement, ReplicaId, Request, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,10 @@ class Frontend:
         self._manager = manager
         self._decode = decode.options(stream=True, method_name="generate")
 
-    async def generate(
-        self, request: Request, account: Account
-    ) -> AsyncGenerator[tuple[tuple[int, ...], FinishReason | None], None]:
-        """New tokens and, with the last, why the answer ends. Closing the iterator is the cancel.
+    async def generate(self, request: Request, account: Account) -> AsyncGenerator[Delta, None]:
+        """Each delta has new tokens, and the last says why the answer ends. Closing the iterator is the cancel.
+
+        The prompt's logprobs, if asked for, come once: with the first tokens of all.
 
         Raises InvalidRequest, Overloaded, or Unavailable after `MOST_TRIES` attempts that brought no token.
         """
@@ -93,10 +93,11 @@ class Frontend:
                                 cause = self._cause(*delta.resumable)
                             if delta.tokens:
                                 account.first_token(delta)
-                                request = replace(request, generated=request.generated + delta.tokens)
+                                generated = request.generated + delta.tokens
+                                request = replace(request, generated=generated, prompt_logprobs=None)
                                 tries = 0
                                 done = delta.finish is not None
-                                yield delta.tokens, delta.finish
+                                yield delta
                 except Exception as error:
                     cause = self._lost(placement, error)
                 if done:

@@ -6,6 +6,7 @@ Only loopback peers are let in: Serve binds the replica's own ports wider than a
 import from `__future__`), and what the methods use is imported, never defined further down.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -26,19 +27,25 @@ from bifolio.protos.errors import BifolioError, Unavailable
 from bifolio.protos.messages import RequestId
 from bifolio.replicas.model_files import model_config
 
-from .answer import Piece, Served, answer
+from .answer import Piece, answer
+from .chat import ChatTemplate
+from .chat_schema import ChatRequest
+from .completion_schema import CompletionRequest
 from .completions import events, whole
 from .config import ClusterConfig
-from .convert import query_from_pb
+from .convert import logprobs_to_pb, query_from_pb
 from .frontend import Frontend
-from .openai import CompletionFormat, not_served, parse
+from .openai import not_served
 from .peers import OnlyLoopback
-from .query import check_model, most_bytes
+from .query import Served, check_model, context_of, most_bytes
 from .responses import StreamedResponse, body_of, refusal
 from .rpc import call
+from .schema import parse
+from .tokenize_schema import DetokenizeRequest, TokenizeRequest
 from .tokenizer import Tokenizer
+from .words import ChatWords, CompletionWords
 
-api = FastAPI(title="Bifolio", docs_url=None, redoc_url=None)
+api = FastAPI(title="Bifolio", docs_url=None, redoc_url=None, redirect_slashes=False)
 api.add_middleware(OnlyLoopback)
 
 
@@ -61,10 +68,13 @@ class Ingress:
     ) -> None:
         shape = model_config(model)
         assert config.model.served_name is not None, "the configuration is resolved"
+        tokenizer = Tokenizer.load(model)
+        source = tokenizer.chat_template
         self._served = Served(
             config.model.served_name,
-            Tokenizer.load(model),
-            shape.max_positions,
+            tokenizer,
+            None if source is None else ChatTemplate(source, tokenizer.special_tokens),
+            context_of(shape.max_positions, config.engine.cache_tokens, config.engine.block_size),
             shape.vocab_size,
             int(time.time()),
         )
@@ -79,10 +89,38 @@ class Ingress:
 
     @api.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
-        asked = parse(await body_of(request, most_bytes(self._served.context_length)))
-        id = RequestId(f"cmpl-{uuid.uuid4().hex}")
-        words = CompletionFormat(id, self._served.name, int(time.time()), asked.include_usage)
-        pieces = self._answer(asked.to_query(id))
+        return self._respond(await self._read(request, CompletionRequest), "cmpl", CompletionWords)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(self, request: Request) -> Response:
+        return self._respond(await self._read(request, ChatRequest), "chatcmpl", ChatWords)
+
+    @api.post("/tokenize")
+    async def tokenize(self, request: Request) -> Any:
+        asked = await self._read(request, TokenizeRequest)
+        return await asyncio.to_thread(asked.answer, self._served)
+
+    @api.post("/detokenize")
+    async def detokenize(self, request: Request) -> Any:
+        asked = await self._read(request, DetokenizeRequest)
+        return await asyncio.to_thread(asked.answer, self._served)
+
+    async def _read(self, request: Request, schema: Any) -> Any:
+        body = await body_of(request, most_bytes(self._served.context_length))
+        return await asyncio.to_thread(parse, body, schema)
+
+    def _respond(self, asked: Any, prefix: str, words_of: Any) -> Response:
+        query = asked.to_query(RequestId(f"{prefix}-{uuid.uuid4().hex}"))
+        words = words_of(
+            query.id,
+            self._served.name,
+            int(time.time()),
+            self._served.tokenizer,
+            include_usage=asked.include_usage,
+            logprobs=query.logprobs is not None,
+            prompt_logprobs=query.prompt_logprobs is not None,
+        )
+        pieces = self._answer(query)
         if asked.stream:
             return StreamedResponse(events(pieces, words), "text/event-stream")
         return StreamedResponse(whole(pieces, words), "application/json")
@@ -136,6 +174,8 @@ class Ingress:
                             finish_reason=piece.finish or "",
                             usage=piece.usage,
                             request_id=id,
+                            logprobs=logprobs_to_pb(piece.logprobs),
+                            prompt_logprobs=logprobs_to_pb(piece.prompt_logprobs),
                         )
 
     async def ListModels(self, request: pb.ListModelsRequest, grpc_context: Any) -> pb.ListModelsResponse:

@@ -35,7 +35,7 @@ def explain(root: type[BaseModel], details: Any) -> str:
     """One of `ValidationError.errors()`, as a sentence without a full stop."""
     path = _named(root, details["loc"])
     dotted = ".".join(path) or "it"
-    given = _short(repr(details["input"]))
+    given = short(repr(details["input"]))
     match details["type"]:
         case "value_error":  # from our own validators, which say what is allowed
             return f"{dotted}: {details['ctx']['error']}" if path else str(details["ctx"]["error"])
@@ -53,7 +53,7 @@ def _named(root: type[BaseModel], location: Sequence[str | int]) -> list[str]:
     for step in map(str, location):
         if cls is None:
             break
-        path.append(_short(step if step.isprintable() else repr(step)))
+        path.append(short(step if step.isprintable() else repr(step)))
         cls = _class_at(root, path)
     return path
 
@@ -117,5 +117,6 @@ def _paths(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """What a message quotes of what was given."""
     return text if len(text) <= 80 else text[:77] + "..."

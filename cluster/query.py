@@ -5,22 +5,37 @@ Pure. Refuses what can never be answered before any replica is touched. Knows no
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from bifolio.protos.errors import DoesNotFit, InvalidRequest, ModelNotFound
 from bifolio.protos.messages import RequestId, Sampling
 
+from . import ranges
+from .chat import Chat, ChatTemplate
+from .mistakes import short
 from .tokenizer import Tokenizer
 
-N = TypeVar("N", int, float)
-
-DEFAULT_MAX_TOKENS = 16  # as in /v1/completions
+DEFAULT_MAX_TOKENS = 16  # as in /v1/completions; a chat takes what the context has left
 MOST_STOPS = 4
 LONGEST_STOP = 1000  # characters
+MOST_BIASES = 1024
+MOST_LOGPROBS = 20
+ROLES = ("system", "developer", "user", "assistant", "tool")
 COLDEST = 1e-6  # below, logits / temperature would overflow; what it tends to is greedy
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model behind the doors. `context_length` is what can ever fit, of prompt and answer together."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    context_length: int
+    vocab_size: int
+    created: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +43,43 @@ class Query:
     """A request as it came in; None is a field the user left open."""
 
     id: RequestId
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] | Chat
     model: str = ""  # empty: the one that is served
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    door_names: Mapping[str, str] = field(default_factory=dict)  # of fields that the user's door calls otherwise
+
+    def called(self, name: str) -> str:
+        """What the user calls a field."""
+        if name == "prompt" and isinstance(self.prompt, Chat):
+            return "messages"
+        return self.door_names.get(name, name)
 
 
 class Resolved(NamedTuple):
     prompt: tuple[int, ...]
     sampling: Sampling
     stops: tuple[str, ...]
+    prompt_logprobs: int | None
+
+
+def context_of(max_positions: int, cache_tokens: int, block_size: int) -> int:
+    """What can ever fit: the model's positions, and the blocks of one decode replica, where a whole sequence lies."""
+    return min(max_positions, cache_tokens // block_size * block_size)
 
 
 def most_bytes(context_length: int) -> int:
@@ -54,94 +90,127 @@ def most_bytes(context_length: int) -> int:
 
 def check_model(asked: str, served: str) -> None:
     if asked not in ("", served):
-        raise ModelNotFound(f"model {asked!r} is not served here; this cluster serves {served}", "model")
+        raise ModelNotFound(f"model {short(repr(asked))} is not served here; this cluster serves {served}", "model")
 
 
-def resolve(
-    query: Query,
-    tokenizer: Tokenizer,
-    context_length: int,
-    vocab_size: int,
-    draw_seed: Callable[[], int],
-) -> Resolved:
+def resolve(query: Query, served: Served, draw_seed: Callable[[], int]) -> Resolved:
     """Token ids, sampling and stop strings; InvalidRequest names the field that is wrong."""
-    if len(query.prompt) > most_bytes(context_length):
+    check_model(query.model, served.name)
+    _check_stops(query.stop)
+    context = served.context_length
+    most = _within(query, "max_tokens", 1, context)
+    prompt_logprobs = _within(query, "prompt_logprobs", 0, MOST_LOGPROBS)
+    sampling = _sampling(query, served, draw_seed)
+
+    prompt = prompt_ids(query.prompt, served)  # last: it takes longest
+    room = context - len(prompt)
+    if room < 1:
         raise DoesNotFit(
-            f"the prompt is {len(query.prompt)} long; allowed: at most {most_bytes(context_length)} characters, "
-            f"and {context_length} tokens",
-            "prompt",
+            f"the prompt has {len(prompt)} tokens, and an answer takes one at least; the context holds {context}",
+            query.called("prompt"),
         )
-    for text in query.stop:
-        _check_text("stop", text)
-        if not 0 < len(text) <= LONGEST_STOP:
-            raise InvalidRequest(f"stop has a text of {len(text)} characters; allowed: 1 to {LONGEST_STOP}", "stop")
-    if len(query.stop) > MOST_STOPS:
-        raise InvalidRequest(f"stop has {len(query.stop)} texts; allowed: at most {MOST_STOPS}", "stop")
-    _check_ids("stop_token_ids", query.stop_token_ids, vocab_size)
-    most = None if query.max_tokens is None else _within("max_tokens", query.max_tokens, 1, context_length)
-
-    prompt = _prompt_ids(query.prompt, tokenizer, vocab_size)
-    room = context_length - len(prompt)
-    if room < (most or 1):
+    if most is not None and room < most:
         raise DoesNotFit(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {most or 1}: {len(prompt) + (most or 1)} "
-            f"together; the model's context holds {context_length}",
-            "prompt" if room < 1 else "max_tokens",
+            f"the prompt has {len(prompt)} tokens and {query.called('max_tokens')} is {most}: {len(prompt) + most} "
+            f"together; the context holds {context}",
+            query.called("max_tokens"),
         )
-    ends = () if query.ignore_eos else tokenizer.eos_ids
-    temperature = _float32(_within("temperature", query.temperature, 0, 2, default=1.0))
-    sampling = Sampling(
-        max_tokens=most or min(DEFAULT_MAX_TOKENS, room),
-        temperature=temperature if temperature >= COLDEST else 0.0,
-        top_p=_float32(_within("top_p", query.top_p, 0, 1, default=1.0, above=True)),
-        top_k=_within("top_k", query.top_k, 0, 2**31 - 1, default=0),
-        # Seeds are 64 bits; a negative one, which OpenAI's API allows, is the same bits read with a sign
-        seed=(draw_seed() if query.seed is None else _within("seed", query.seed, -(2**63), 2**64 - 1)) % 2**64,
-        stop_token_ids=tuple(sorted({*query.stop_token_ids, *ends})),
-    )
-    return Resolved(prompt, sampling, query.stop)
+    if most is None:
+        most = room if isinstance(query.prompt, Chat) else min(DEFAULT_MAX_TOKENS, room)
+    least = query.min_tokens or 0
+    if not 0 <= least <= most:
+        raise InvalidRequest(
+            f"min_tokens is {short(str(least))}; allowed: 0 to {query.called('max_tokens')}, which is {most}",
+            "min_tokens",
+        )
+    return Resolved(prompt, replace(sampling, max_tokens=most, min_tokens=least), query.stop, prompt_logprobs)
 
 
-def _prompt_ids(prompt: str | tuple[int, ...], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        _check_text("prompt", prompt)
-        ids = tuple(tokenizer.encode(prompt)) if prompt else ()
-    else:
-        _check_ids("prompt", prompt, vocab_size)
+def prompt_ids(
+    prompt: str | tuple[int, ...] | Chat, served: Served, *, special_tokens: bool | None = None
+) -> tuple[int, ...]:
+    """At least one token. `special_tokens`: whether the tokenizer adds its own, which a chat template does itself."""
+    if isinstance(prompt, tuple):
+        ranges.token_ids("prompt", prompt, served.vocab_size)
         ids = prompt
+    else:
+        chat = isinstance(prompt, Chat)
+        text = _render(prompt, served) if isinstance(prompt, Chat) else prompt
+        name = "messages" if chat else "prompt"
+        most = most_bytes(served.context_length)
+        if len(text) > most:
+            raise DoesNotFit(
+                f"{name} is {len(text)} characters long; allowed: at most {most} characters, and "
+                f"{served.context_length} tokens",
+                name,
+            )
+        added = not chat if special_tokens is None else special_tokens
+        ids = tuple(served.tokenizer.encode(text, special_tokens=added)) if text else ()
     if not ids:
         raise InvalidRequest("prompt is empty; at least one token is needed", "prompt")
     return ids
 
 
-def _check_text(field: str, text: str) -> None:
-    """JSON can name half a surrogate pair, which is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
+def _render(chat: Chat, served: Served) -> str:
+    for place, message in enumerate(chat.messages):
+        name = f"messages[{place}].role"
+        if message.get("role") not in ROLES:
+            given = short(repr(message.get("role")))
+            raise InvalidRequest(f"{name} is {given}; allowed: {', '.join(ROLES)}", name)
+    if served.template is None:
         raise InvalidRequest(
-            f"{field} holds {text[error.start]!r} at character {error.start}, half a surrogate pair; "
-            "allowed: Unicode text",
-            field,
-        ) from None
+            f"{served.name} has no chat template: put the words of its format into a prompt, as /v1/completions takes",
+            "messages",
+        )
+    return served.template.render(chat)
 
 
-def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        place, id = next((place, id) for place, id in enumerate(ids) if not 0 <= id < vocab_size)
-        raise InvalidRequest(f"{field}[{place}] is {id}; token ids are 0 to {vocab_size - 1}", field)
+def _sampling(query: Query, served: Served, draw_seed: Callable[[], int]) -> Sampling:
+    """All but `max_tokens` and `min_tokens`, which depend on the prompt."""
+    vocab_size = served.vocab_size
+    ranges.token_ids("stop_token_ids", query.stop_token_ids, vocab_size)
+    ends = () if query.ignore_eos else served.tokenizer.eos_ids
+    temperature = ranges.real("temperature", query.temperature, 0, 2, default=1)
+    # Seeds are 64 bits; a negative one, which OpenAI's API allows, is the same bits read with a sign
+    seed = _within(query, "seed", -(2**63), 2**64 - 1)
+    return Sampling(
+        max_tokens=0,
+        temperature=temperature if temperature >= COLDEST else 0.0,
+        top_p=ranges.real("top_p", query.top_p, 0, 1, default=1, above=True),
+        top_k=_within(query, "top_k", 0, 2**31 - 1) or 0,
+        min_p=ranges.real("min_p", query.min_p, 0, 1, default=0),
+        # Nearer to 0, a logit divided by it would overflow
+        repetition_penalty=ranges.real("repetition_penalty", query.repetition_penalty, 0.01, 10, default=1),
+        presence_penalty=ranges.real("presence_penalty", query.presence_penalty, -2, 2, default=0),
+        frequency_penalty=ranges.real("frequency_penalty", query.frequency_penalty, -2, 2, default=0),
+        logit_bias=_biases(query.logit_bias, vocab_size),
+        seed=(draw_seed() if seed is None else seed) % 2**64,
+        stop_token_ids=tuple(sorted({*query.stop_token_ids, *ends})),
+        logprobs=_within(query, "logprobs", 0, MOST_LOGPROBS),
+    )
 
 
-def _within(field: str, value: N | None, low: int, high: int, *, default: N | None = None, above: bool = False) -> N:
-    """`value`, or `default` when it is open; NaN is in no range."""
-    if value is None:
-        assert default is not None
-        return default
-    if not low <= value <= high or (above and value == low):
-        raise InvalidRequest(f"{field} is {value}; allowed: {'above ' * above}{low} to {high}", field)
-    return value
+def _within(query: Query, name: str, low: int, high: int) -> int | None:
+    value: int | None = getattr(query, name)
+    return None if value is None else ranges.whole(query.called(name), value, low, high)
 
 
-def _float32(value: float) -> float:
-    """gRPC carries 32 bits; so does every door, or one seed would give two answers."""
-    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+def _biases(biases: tuple[tuple[int, float], ...], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(biases) > MOST_BIASES:
+        raise InvalidRequest(f"logit_bias has {len(biases)} entries; allowed: at most {MOST_BIASES}", "logit_bias")
+    for id, bias in biases:
+        if not 0 <= id < vocab_size:
+            raise InvalidRequest(
+                f"logit_bias names token {short(str(id))}; token ids are 0 to {vocab_size - 1}", "logit_bias"
+            )
+        if not -100 <= bias <= 100:
+            raise InvalidRequest(f"logit_bias of token {id} is {bias}; allowed: -100 to 100", "logit_bias")
+    return tuple(sorted((id, ranges.float32(bias)) for id, bias in biases))
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > MOST_STOPS:
+        raise InvalidRequest(f"stop has {len(stops)} texts; allowed: at most {MOST_STOPS}", "stop")
+    for text in stops:
+        if not 0 < len(text) <= LONGEST_STOP:
+            raise InvalidRequest(f"stop has a text of {len(text)} characters; allowed: 1 to {LONGEST_STOP}", "stop")

@@ -16,16 +16,19 @@ from starlette.types import Receive, Scope, Send
 
 from bifolio.protos.errors import InvalidRequest
 
+from .json_body import BODY
 from .openai import error_response
 
 
 async def body_of(request: Request, most: int) -> bytes:
-    """A request's body. Raises InvalidRequest as soon as it has more than `most` bytes."""
+    """A request's body. Raises InvalidRequest as soon as it has more than `most` bytes, or if it is encoded."""
+    if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+        raise InvalidRequest(f"the body's Content-Encoding is {encoding[:80]!r}; allowed: none, plain JSON", BODY)
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > most:
-            raise InvalidRequest(f"the body has more than {most} bytes; allowed: at most {most}")
+            raise InvalidRequest(f"the body has more than {most} bytes; allowed: at most {most}", BODY)
     return bytes(body)
 
 

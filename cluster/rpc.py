@@ -8,19 +8,27 @@ from typing import Any
 
 import grpc
 
-from bifolio.protos.errors import status_of
+from bifolio.protos.errors import InvalidRequest, status_of
 
+from .convert import FIELD
 from .openai import public_message
 from .peers import address_of, require_loopback
 
 
 @contextmanager
 def call(context: Any) -> Iterator[None]:
-    """Around a method: gives the call the status of the error it ends with. What is not ours is not shown."""
+    """Around a method: gives the call the status of the error it ends with. What is not ours is not shown.
+
+    A client's mistake goes no further: Serve would drop the trailing metadata, which names the field, and write a
+    traceback into the log. Only a method that streams can make one, so there is no answer to miss.
+    """
     try:
         require_loopback(address_of(context.peer()))
         yield
     except Exception as error:
         context.set_code(grpc.StatusCode[status_of(error)[0]])
         context.set_details(public_message(error))
-        raise
+        if not isinstance(error, InvalidRequest):
+            raise
+        if error.field:
+            context.set_trailing_metadata([(FIELD, error.field)])

@@ -21,6 +21,7 @@ from bifolio.protos.errors import Unavailable
 from bifolio.replicas.model_files import check_model
 
 from .app import APPLICATION, MANAGER, SERVICER, build
+from .chat import ChatTemplate
 from .config import ClusterConfig
 from .local import local_ray, require_free
 from .models import resolve
@@ -56,7 +57,9 @@ def serve(config: ClusterConfig) -> int:
     """
     model = resolve(config.model.source)
     check_model(model)  # what is wrong with a model is said here, not by replicas that cannot start
-    Tokenizer.load(model)
+    tokenizer = Tokenizer.load(model)
+    if tokenizer.chat_template is not None:
+        ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     require_free(config.http.host, config.http.port, "http.port")
     require_free(config.http.host, config.grpc.port, "grpc.port")
     began, out = time.monotonic(), sys.stdout

@@ -17,7 +17,7 @@ class ModelConfig(FrozenConfig):
     source: str = Field(
         default="smollm2-135m",
         min_length=1,
-        description="A known model (`bifolio models list`), a .gguf file or a Hugging Face model directory.",
+        description="A known model (`bifolio models list`), ORG/NAME of the hub, a .gguf file or a model directory.",
     )
     served_name: str | None = Field(
         default=None,

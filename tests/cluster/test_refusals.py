@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import http.client
 import json
 import subprocess
@@ -11,7 +13,8 @@ from typing import Any
 
 import grpc
 import pytest
-from cluster_kit import environment_of, over_grpc, post, replicas, whole
+from bad_inputs import Model, bad_inputs
+from cluster_kit import environment_of, frozen, over_grpc, post, replicas, whole
 
 from bifolio.cluster.spawn import SpawnedCluster
 from bifolio.protos import inference_pb2 as pb
@@ -38,19 +41,38 @@ OVER_HTTP: list[tuple[Any, int, str | None, str | None, str]] = [
     ({"prompt": "a", "n": 2}, 400, "n", None, "not supported yet"),
     ({"prompt": "a", "stop": [""]}, 400, "stop", None, "1 to 1000"),
     ({"prompt": "\ud83d"}, 400, "prompt", None, "half a surrogate pair"),
-    (b'{"prompt": "a"', 400, None, None, "the body is not JSON"),
-    (b"[1]", 400, None, None, "an object"),
+    ({"prompt": "a", "logprobs": 21}, 400, "logprobs", None, "allowed: 0 to 20"),
+    ({"prompt": "a", "logit_bias": {"4096": 1}}, 400, "logit_bias", None, "names token 4096"),
+    ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens", None, "0 to max_tokens, which is 16"),
+    (b'{"prompt": "a", "prompt": "b"}', 400, "prompt", None, "given twice"),
+    (b'{"prompt": "a", "user": NaN}', 400, "user", None, "a finite number"),
+    (b'{"prompt": "a"', 400, "body", None, "the body is not JSON"),
+    (b"[1]", 400, "body", None, "an object"),
+    (b'{"prompt": "\xff"}', 400, "body", None, "not UTF-8"),
+    (b'{"prompt": "' + b"a" * (1 << 20), 400, "body", None, "more than 1048576 bytes"),
 ]
-# request, status, part of the details
-OVER_GRPC: list[tuple[pb.GenerateRequest, str, str]] = [
-    (pb.GenerateRequest(), "INVALID_ARGUMENT", "prompt"),
-    (pb.GenerateRequest(text=""), "INVALID_ARGUMENT", "prompt is empty"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 128)), "INVALID_ARGUMENT", "context holds 128"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[-1])), "INVALID_ARGUMENT", "prompt[0] is -1"),
-    (pb.GenerateRequest(text="a", model="gpt-4"), "NOT_FOUND", "serves glassllm"),
-    (pb.GenerateRequest(text="a", sampling=pb.Sampling(max_tokens=0)), "INVALID_ARGUMENT", "max_tokens is 0"),
-    (pb.GenerateRequest(text="a", sampling=pb.Sampling(top_k=-1)), "INVALID_ARGUMENT", "top_k is -1"),
-    (pb.GenerateRequest(text="a", sampling=pb.Sampling(stop=list("abcde"))), "INVALID_ARGUMENT", "at most 4"),
+CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hello")])
+
+
+def sampled(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="a", sampling=pb.Sampling(**fields))
+
+
+# request, status, field, part of the details
+OVER_GRPC: list[tuple[pb.GenerateRequest, str, str, str]] = [
+    (pb.GenerateRequest(), "INVALID_ARGUMENT", "prompt", "prompt is empty"),
+    (pb.GenerateRequest(text=""), "INVALID_ARGUMENT", "prompt", "prompt is empty"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 128)), "INVALID_ARGUMENT", "prompt", "context holds 128"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[-1])), "INVALID_ARGUMENT", "prompt", "prompt[0] is -1"),
+    (pb.GenerateRequest(text="a", model="gpt-4"), "NOT_FOUND", "model", "serves glassllm"),
+    (pb.GenerateRequest(text="a", prompt_logprobs=-1), "INVALID_ARGUMENT", "prompt_logprobs", "0 to 20"),
+    (pb.GenerateRequest(chat=CHAT), "INVALID_ARGUMENT", "messages", "no chat template"),
+    (sampled(max_tokens=0), "INVALID_ARGUMENT", "max_tokens", "max_tokens is 0"),
+    (sampled(top_k=-1), "INVALID_ARGUMENT", "top_k", "top_k is -1"),
+    (sampled(stop=list("abcde")), "INVALID_ARGUMENT", "stop", "at most 4"),
+    (sampled(temperature=float("nan")), "INVALID_ARGUMENT", "temperature", "temperature is nan"),
+    (sampled(logit_bias={4096: 1.0}), "INVALID_ARGUMENT", "logit_bias", "names token 4096"),
+    (sampled(min_tokens=17), "INVALID_ARGUMENT", "min_tokens", "0 to max_tokens"),
 ]
 
 
@@ -74,9 +96,9 @@ def test_a_mistake_over_http_is_named(
         assert message in error["message"]
 
 
-@pytest.mark.parametrize(("request_", "status", "details"), OVER_GRPC, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("request_", "status", "field", "details"), OVER_GRPC, ids=lambda value: str(value)[:40])
 def test_a_mistake_over_grpc_is_named(
-    single_pool: SpawnedCluster, request_: pb.GenerateRequest, status: str, details: str
+    single_pool: SpawnedCluster, request_: pb.GenerateRequest, status: str, field: str, details: str
 ) -> None:
     with grpc.insecure_channel(single_pool.grpc_address) as channel:
         stub: Any = InferenceStub(channel)  # type: ignore[no-untyped-call]
@@ -85,10 +107,83 @@ def test_a_mistake_over_grpc_is_named(
     error: Any = refused.value
     assert error.code().name == status
     assert details in error.details()
+    assert dict(error.trailing_metadata())["bifolio-field"] == field
 
 
-def test_an_unknown_path_is_not_found(single_pool: SpawnedCluster) -> None:
-    assert single_pool.get("/v1/nothing")[0] == 404
+def send_once(cluster: SpawnedCluster, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
+    with contextlib.closing(cluster.connect()) as connection:
+        return send(connection, method, path, body, **headers)
+
+
+def send(
+    connection: http.client.HTTPConnection, method: str, path: str, body: bytes = b"", **headers: str
+) -> tuple[int, Any]:
+    connection.request(method, path, body, {"Content-Type": "application/json", **headers})
+    with connection.getresponse() as response:
+        return response.status, json.loads(response.read())
+
+
+@pytest.mark.parametrize("kind", ["chat", "none"])
+def test_a_thousand_mistakes_are_refused_with_the_field_and_no_replica_is_asked(
+    smollm2: SpawnedCluster, single_pool: SpawnedCluster, kind: str
+) -> None:
+    """No replica answers meanwhile: whatever reached one would wait."""
+    cluster = smollm2 if kind == "chat" else single_pool
+    listed = cluster.get("/v1/models")[1]["data"][0]
+    vocab_size = 49152 if kind == "chat" else 1024
+    inputs = bad_inputs(Model(listed["max_model_len"], vocab_size, chat=kind == "chat"), 1000)
+    before = whole(cluster, "The old house", max_tokens=4, temperature=0.0).text
+    connections = [cluster.connect() for _ in range(4)]
+    wrong = []
+    for begin in range(0, len(inputs), 100):  # no longer at once, or their silence is noticed
+        with frozen([replica["pid"] for replica in replicas(cluster)]):
+            for number, bad in enumerate(inputs[begin : begin + 100]):
+                status, content = send(connections[number % 4], "POST", bad.path, bad.body)
+                error = content.get("error", {})
+                if status not in (400, 404) or error["param"] != bad.param or not error["message"]:
+                    wrong.append(f"{bad}: {status} {content}")
+    for connection in connections:
+        connection.close()
+    assert not wrong, f"{len(wrong)} of {len(inputs)}:\n" + "\n".join(wrong[:20])
+    assert whole(cluster, "The old house", max_tokens=4, temperature=0.0).text == before
+
+
+def test_a_chat_with_a_model_that_has_no_template_is_pointed_to_completions(single_pool: SpawnedCluster) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
+    for path in ("/v1/chat/completions", "/tokenize"):
+        status, content = send_once(single_pool, "POST", path, body)
+        assert (status, content["error"]["param"]) == (400, "messages")
+        assert "/v1/completions" in content["error"]["message"]
+
+
+def test_an_encoded_body_is_refused(single_pool: SpawnedCluster) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    status, content = send_once(single_pool, "POST", "/v1/completions", gzip.compress(b"{}"), **headers)
+    assert (status, content["error"]["param"]) == (400, "body")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/completion", 404),
+        ("POST", "/v1/completions/", 404),
+        ("GET", "/", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("PATCH", "/tokenize", 405),
+        ("POST", "/v1/models", 405),
+    ],
+)
+def test_an_unknown_path_or_method_says_what_is_served(
+    single_pool: SpawnedCluster, method: str, path: str, status: int
+) -> None:
+    given, content = send_once(single_pool, method, path)
+    assert given == status
+    assert f"{method} {path} is not served here; allowed: POST /v1/completions" in content["error"]["message"]
+
+
+def test_an_unknown_model_is_not_found(single_pool: SpawnedCluster) -> None:
     status, body = single_pool.get("/v1/models/gpt-4")
     assert (status, body["error"]["code"]) == (404, "model_not_found")
 

@@ -23,8 +23,9 @@ def test_kernels():
         "plan": ["cu_q", "seq_lens", "block_table"],
         "rms_norm": ["x", "residual", "weight", "eps"],
         "rope_and_write": ["q", "k", "v", "cos", "sin", "positions", "slots", "kv"],
-        "rope_tables": ["head_dim", "max_positions", "theta"],
-        "sample": ["logits", "temperature", "top_p", "top_k", "uniforms"],
+        "rope_tables": ["frequencies", "max_positions", "scale"],
+        "sample": ["logits", "temperature", "top_p", "top_k", "min_p", "uniforms"],
+        "self_check": ["weights", "heads", "kv_heads", "head_dim", "windows"],
         "silu_mul": ["gate_up", "exact"],
     }
     assert sorted(set(bifolio.kernels.__all__) - signatures.keys()) == ["AttentionPlan"]
@@ -39,11 +40,16 @@ def test_the_grpc_service():
 def test_the_client():
     methods = [name for name, _ in inspect.getmembers(Client, inspect.isfunction) if not name.startswith("_")]
     assert methods == ["close", "generate", "models"]
+    assert list(inspect.signature(Client.generate).parameters)[1:] == [
+        *("prompt", "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "seed", "stop", "stop_token_ids"),
+        *("ignore_eos", "logprobs", "prompt_logprobs", "timeout"),
+    ]
 
 
 def test_the_commands():
     commands = next(action.choices for action in cli._parser()._actions if action.choices)
-    assert sorted(commands) == ["config", "demo", "generate", "models", "serve", "status"]
+    assert sorted(commands) == ["config", "demo", "generate", "models", "serve", "status", "verify"]
 
 
 def test_every_error_has_a_status():

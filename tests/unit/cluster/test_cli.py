@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from bifolio.cluster import cli
+from bifolio.cluster.chat import Chat
 from bifolio.cluster.client import Client
 from bifolio.protos import inference_pb2 as pb
 from bifolio.protos.errors import InvalidRequest, Overloaded, Unavailable
@@ -37,6 +38,7 @@ class Servicer(InferenceServicer):  # type: ignore[misc]
         self.requests.append(request)
         self.metadata = dict(context.invocation_metadata())
         if request.text == "refuse":
+            context.set_trailing_metadata((("bifolio-field", "top_p"),))
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "top_p is 3; allowed: above 0 to 1")
         if request.text == "full":
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "256 requests wait already")
@@ -84,6 +86,17 @@ def test_the_client_streams_and_names_the_application(server: tuple[str, Service
     assert servicer.metadata["application"] == "bifolio"
 
 
+def test_the_client_sends_every_option(server: tuple[str, Servicer]) -> None:
+    address, servicer = server
+    chat = Chat(({"role": "user", "content": "Hi"},), template_kwargs={"a": 1})
+    with Client(address) as client:
+        list(client.generate(chat, min_p=0.5, logit_bias={7: -1.0}, min_tokens=2, logprobs=3, prompt_logprobs=0))
+    (request,) = servicer.requests
+    assert (request.chat.messages[0].content, request.chat.template_kwargs) == ("Hi", '{"a": 1}')
+    assert (request.sampling.min_p, dict(request.sampling.logit_bias)) == (0.5, {7: -1.0})
+    assert (request.sampling.min_tokens, request.sampling.logprobs, request.prompt_logprobs) == (2, 3, 0)
+
+
 def test_leaving_the_loop_cancels(server: tuple[str, Servicer]) -> None:
     address, servicer = server
     with Client(address) as client:
@@ -100,13 +113,14 @@ def test_leaving_the_loop_cancels(server: tuple[str, Servicer]) -> None:
 def test_the_clusters_errors_come_back_as_themselves(
     server: tuple[str, Servicer], prompt: str, kind: type[Exception], says: str
 ) -> None:
-    with Client(server[0]) as client, pytest.raises(kind, match=says):
+    with Client(server[0]) as client, pytest.raises(kind, match=says) as caught:
         list(client.generate(prompt))
+    assert getattr(caught.value, "field", None) == ("top_p" if kind is InvalidRequest else None)
 
 
 def test_what_cannot_be_sent_is_refused_here(server: tuple[str, Servicer]) -> None:
     with Client(server[0]) as client:
-        for wrong in ({"top_k": 2**40}, {"seed": 2**64}, {"stop": ["\ud800"]}):
+        for wrong in ({"top_k": 2**40}, {"seed": 2**64}, {"stop": ["\ud800"]}, {"logit_bias": {2**31: 1.0}}):
             with pytest.raises(InvalidRequest, match="cannot be sent"):
                 list(client.generate("hi", **wrong))  # type: ignore[arg-type]
 
@@ -128,6 +142,22 @@ def test_generate_streams_to_stdout_and_sums_up_on_stderr(
     assert list(servicer.requests[0].sampling.stop) == ["a", "b"]
     assert cli.main(["generate", "hi", "--address", address, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_generate_hands_on_every_option_and_asks_as_a_chat(
+    server: tuple[str, Servicer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, servicer = server
+    flags = "--min-p 0.5 --repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 2 --min-tokens 3"
+    assert cli.main(["generate", "--chat", "hi", "--system", "Be brief.", "--address", address, *flags.split()]) == 0
+    (request,) = servicer.requests
+    assert [(m.role, m.content) for m in request.chat.messages] == [("system", "Be brief."), ("user", "hi")]
+    assert (request.sampling.min_p, request.sampling.repetition_penalty, request.sampling.min_tokens) == (0.5, 1.5, 3)
+    assert (request.sampling.presence_penalty, request.sampling.frequency_penalty) == (-1, 2)
+    assert not request.sampling.HasField("max_tokens"), "a chat takes what fits"
+    capsys.readouterr()
+    assert cli.main(["generate", "hi", "--system", "Be brief.", "--address", address]) == 1
+    assert capsys.readouterr().err == "bifolio: --system is given; allowed only with --chat\n"
 
 
 def test_a_failure_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +250,7 @@ def test_serve_flags_reach_the_configuration(
     assert (config.pools.prefill.replicas, config.pools.decode.replicas) == (0, 2)
     assert (config.http.port, config.grpc.port) == (81, 82)
     assert cli.main(["serve", "--dtype", "fp8"]) == 1
-    assert "model.dtype: got 'fp8'; allowed: one of bfloat16, float32" in capsys.readouterr().err
+    assert "model.dtype: got 'fp8'; allowed: one of bfloat16, float16, float32 or null" in capsys.readouterr().err
 
 
 def test_models_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from bifolio.protos.messages import (
     RequestId,
     Sampling,
     Timings,
+    TokenLogprobs,
 )
 
 REQUEST = Request(RequestId("r"), (1, 2, 3), Sampling(10), 5.0)
@@ -85,7 +87,7 @@ def collect(manager: Manager, decode: Decode, account: Account | None = None) ->
     async def run() -> list[int]:
         frontend = Frontend(manager, decode)
         async with aclosing(frontend.generate(REQUEST, account or Account())) as stream:
-            return [token async for tokens, _ in stream for token in tokens]
+            return [token async for delta in stream for token in delta.tokens]
 
     return asyncio.run(run())
 
@@ -99,6 +101,28 @@ def test_an_attempt_that_ends_early_goes_on_with_the_tokens_it_has():
     assert [ask.arrival for ask in manager.asks] == [5.0, 5.0]
     assert account.resumes == 1
     assert manager.calls == []
+
+
+def test_the_prompts_logprobs_are_asked_for_until_the_first_token():
+    async def run() -> None:
+        request = replace(REQUEST, prompt_logprobs=3)
+        async with aclosing(Frontend(Manager(), decode).generate(request, Account())) as stream:
+            assert [delta.prompt_logprobs async for delta in stream] == [prompt, (), ()]
+
+    prompt = (TokenLogprobs(2, -0.5), TokenLogprobs(3, -1.5))
+    decode = Decode([STALE], [Delta((7,), prompt_logprobs=prompt), STALE], [Delta((8,)), Delta((9,), "stop")])
+    asyncio.run(run())
+    assert [request.prompt_logprobs for request in decode.requests] == [3, 3, None]
+
+
+def test_logprobs_stay_with_their_tokens():
+    async def run() -> list[Delta]:
+        async with aclosing(Frontend(Manager(), Decode(*streams)).generate(REQUEST, Account())) as stream:
+            return [delta async for delta in stream]
+
+    first, last = TokenLogprobs(7, -0.5), TokenLogprobs(9, -0.25)
+    streams = [[Delta((7,), logprobs=(first,)), STALE], [Delta((9,), "stop", logprobs=(last,))]]
+    assert [(delta.tokens, delta.logprobs) for delta in asyncio.run(run())] == [((7,), (first,)), ((9,), (last,))]
 
 
 def test_the_replica_that_failed_is_avoided():

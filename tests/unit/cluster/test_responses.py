@@ -77,10 +77,20 @@ def test_a_body_is_refused_as_soon_as_it_is_too_long():
 
         received: list[int] = []
         with pytest.raises(InvalidRequest, match="more than 25 bytes"):
-            await body_of(Request({"type": "http"}, receive), 25)
+            await body_of(Request({"type": "http", "headers": []}, receive), 25)
         assert len(received) == 3
         received.clear()
-        assert len(await body_of(Request({"type": "http"}, receive), 1000)) == 1000
+        assert len(await body_of(Request({"type": "http", "headers": []}, receive), 1000)) == 1000
+
+    asyncio.run(run())
+
+
+def test_an_encoded_body_is_refused_unread():
+    async def run() -> None:
+        request = Request({"type": "http", "headers": [(b"content-encoding", b"gzip")]}, receive=None)
+        with pytest.raises(InvalidRequest, match="Content-Encoding is 'gzip'") as caught:
+            await body_of(request, 1000)
+        assert caught.value.field == "body"
 
     asyncio.run(run())
 

@@ -18,7 +18,7 @@ torch.set_num_threads(int(sys.argv[1]))
 random = torch.Generator().manual_seed(1)
 shapes = [(577, 96), (96, 333), (1000, 96), (33, 240)]
 weights = [torch.randn(shape, generator=random) for shape in shapes]
-cases = [(9, 3, 64, [None]), (14, 2, 32, [40, None]), (7, 1, 80, [None])]
+cases = [(9, 3, 64, [None]), (7, 1, 80, [40])]
 print(*(self_check(weights, *case) for case in cases))
 """
 
@@ -61,7 +61,7 @@ def probe() -> dict[str, str]:
 
 
 def test_the_self_check_passes_for_odd_shapes(probe: dict[str, str]) -> None:
-    assert [len(bits) for bits in probe["1"].split()] == [8, 8, 8]
+    assert [len(bits) for bits in probe["1"].split()] == [8, 8]
 
 
 def test_other_threads_are_other_replicas_only_if_their_bits_differ(probe: dict[str, str]) -> None:

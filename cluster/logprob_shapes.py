@@ -1,0 +1,93 @@
+"""Log-probabilities as JSON: in OpenAI's two shapes for the answer's tokens, and in vLLM's for the prompt's.
+
+Knows token ids and their bytes; nothing of requests. A special token has no text, and is shown as "" or by its id.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from bifolio.protos.messages import TokenLogprobs
+
+from .openai import Json
+from .tokenizer import Tokenizer
+
+LEAST = -9999.0  # what OpenAI shows for a probability of 0, for which JSON has no number
+
+
+def chat_shape(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Json:
+    def named(id: int, logprob: float) -> Json:
+        piece = tokenizer.piece(id)
+        return {"token": _text(piece), "logprob": _finite(logprob), "bytes": list(piece)}
+
+    content = [
+        {**named(entry.token, entry.logprob), "top_logprobs": [named(*top) for top in entry.top]} for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionShape:
+    """The shape of /v1/completions: parallel lists. Goes through an answer token by token, since each `text_offset`
+    counts the characters of the answer before it; what is cut off at the end by a stop string counts as well."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = tokenizer.strips_space
+        self._offset = 0
+
+    def shape(self, entries: Sequence[TokenLogprobs]) -> Json:
+        offsets = []
+        for entry in entries:
+            offsets.append(self._offset)
+            text = self._characters.decode(self._tokenizer.piece(entry.token))
+            if text and self._strip:
+                text, self._strip = text.removeprefix(" "), False
+            self._offset += len(text)
+        return {
+            "tokens": [self._name(entry.token) for entry in entries],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            # The chosen token is always there, beside the most probable ones if it is none of them
+            "top_logprobs": [
+                {self._name(id): _finite(logprob) for id, logprob in (*entry.top, (entry.token, entry.logprob))}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+    def _name(self, id: int) -> str:
+        """Names must differ within an object: part of a character is spelled as its bytes, as OpenAI does, and a token
+        without text as its id."""
+        piece = self._tokenizer.piece(id)
+        if not piece:
+            return f"token_id:{id}"
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def prompt_shape(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[Json | None]:
+    """One object for each token of the prompt, by token id; null for the first, which nothing predicts.
+
+    `rank` is known of the most probable tokens alone.
+    """
+
+    def listed(entry: TokenLogprobs) -> Json:
+        ranks = {id: rank for rank, (id, _) in enumerate(entry.top, start=1)}
+        logprobs = {entry.token: entry.logprob, **dict(entry.top)}
+        return {
+            str(id): {"logprob": _finite(logprob), "rank": ranks.get(id), "decoded_token": _text(tokenizer.piece(id))}
+            for id, logprob in logprobs.items()
+        }
+
+    return [None, *map(listed, entries)]
+
+
+def _text(piece: bytes) -> str:
+    return piece.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)

@@ -6,6 +6,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
+UNIT := $(BIN)/pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal tests/unit
 FOLDERS := cluster replicas kv_manager kernels protos
 
 .PHONY: demo test unit check fuzz format protos dev clean
@@ -15,18 +16,18 @@ demo: .venv/.installed
 	@$(BIN)/bifolio models pull smollm2-135m
 	@$(BIN)/bifolio demo
 
-test: dev
-	$(BIN)/pytest
+test: unit
+	$(BIN)/pytest tests/cluster tests/packaging
 
 unit: dev
-	$(BIN)/pytest tests/unit
+	$(UNIT)
 
 check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=.dev $(BIN)/lint-imports
-	$(BIN)/pytest -q tests/unit
+	$(UNIT)
 
 fuzz: dev
 	BIFOLIO_FUZZ_STEPS=20000 $(BIN)/pytest -q tests/unit/kv_manager/test_ledger_machine.py

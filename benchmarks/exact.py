@@ -3,8 +3,8 @@
 
     python -P benchmarks/exact.py [--model smollm2-135m] [--threads 1] [--repeats 7]
 
-Both are computed in one process, in turns; medians and their ratio. Plain float32 has no MKL_CBWR in a replica. MKL reads
-it once, so here both have it: the ratio is of the padded rows and of the attention alone.
+Both are computed in one process, in turns; medians and their ratio. A plain replica has no MKL_CBWR; MKL reads it
+once, so here both have it: the ratio is of the padded rows and of the attention alone.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run a cluster on this machine")
     serve.set_defaults(run=_serve)
     serve.add_argument("config", nargs="?", metavar="cluster.yaml", help="see `bifolio config show`")
-    serve.add_argument("--model", help="a known model (default: smollm2-135m), ORG/NAME of the hub, a .gguf file or a directory")
+    serve.add_argument(
+        "--model", help="a known model (default: smollm2-135m), ORG/NAME of the hub, a .gguf file or a directory"
+    )
     serve.add_argument("--served-model-name", metavar="NAME", help="the name users ask for")
     serve.add_argument(
         "--prefill", type=int, metavar="P", help="prefill replicas (default: 1); 0: decode replicas prefill"
@@ -90,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="does an answer depend on how it was computed? tried on your model")
     verify.set_defaults(run=_verify)
     verify.add_argument("config", nargs="?", metavar="cluster.yaml", help="see `bifolio config show`")
-    verify.add_argument("--model", help="a known model (default: smollm2-135m), ORG/NAME of the hub, a .gguf file or a directory")
+    verify.add_argument(
+        "--model", help="a known model (default: smollm2-135m), ORG/NAME of the hub, a .gguf file or a directory"
+    )
     verify.add_argument("--dtype", help="float32 (default) is verified in exact mode; of others the flips are counted")
     verify.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1)")
     verify.add_argument("--long", action="store_true", help="at least 10,000 token comparisons")

@@ -40,7 +40,10 @@ class HttpConfig(FrozenConfig):
         description="Where both doors listen: this machine alone, until there are API keys.",
     )
     port: int = Field(
-        default=8000, ge=1, le=65535, description="Port of /v1/completions, /v1/models, /health, /status."
+        default=8000,
+        ge=1,
+        le=65535,
+        description="Port of /v1/chat/completions, /v1/completions, /v1/models and the rest.",
     )
 
 

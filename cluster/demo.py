@@ -13,6 +13,7 @@ from rich.table import Table
 
 from bifolio.protos.errors import Unavailable
 
+from .chat import Chat
 from .client import Client
 from .convert import usage_to_json
 from .spawn import SpawnedCluster, spawned
@@ -28,11 +29,6 @@ PASSAGE = (
 )
 
 
-def ask(question: str) -> str:
-    """The prompt of one user message in the format SmolLM2 was trained on."""
-    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-
-
 def run() -> int:
     console = Console(highlight=False)
     with spawned(["--model", MODEL, "--prefill", "1", "--decode", "1"]) as cluster:
@@ -40,20 +36,21 @@ def run() -> int:
         answers = [
             (
                 "HTTP",
-                _over_http(console, cluster, ask("What is the capital of France? Answer in one sentence.")),
+                _over_http(console, cluster, "What is the capital of France? Answer in one sentence."),
             ),
-            ("gRPC", _over_grpc(console, cluster, ask(PASSAGE * 4 + "Why are the two stages split?"))),
+            ("gRPC", _over_grpc(console, cluster, PASSAGE * 4 + "Why are the two stages split?")),
         ]
         console.print(_table(answers))
     return 0
 
 
-def _over_http(console: Console, cluster: SpawnedCluster, prompt: str) -> dict[str, Any]:
+def _over_http(console: Console, cluster: SpawnedCluster, question: str) -> dict[str, Any]:
     console.print("[bold]over HTTP[/] What is the capital of France?")
     connection = cluster.connect()
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True,
+    messages = [{"role": "user", "content": question}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 40, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}}  # fmt: skip
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
         raise Unavailable(f"HTTP {response.status}: {response.read().decode()}")
@@ -62,17 +59,18 @@ def _over_http(console: Console, cluster: SpawnedCluster, prompt: str) -> dict[s
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
             for choice in event["choices"]:
-                console.print(choice["text"], end="", markup=False, soft_wrap=True)
+                console.print(choice["delta"].get("content", ""), end="", markup=False, soft_wrap=True)
             usage = event.get("usage") or usage
     console.print("\n")
     return usage
 
 
-def _over_grpc(console: Console, cluster: SpawnedCluster, prompt: str) -> dict[str, Any]:
+def _over_grpc(console: Console, cluster: SpawnedCluster, question: str) -> dict[str, Any]:
     console.print("[bold]over gRPC[/] (a passage of some 400 tokens, then) Why are the two stages split?")
     usage: dict[str, Any] = {}
+    chat = Chat(({"role": "user", "content": question},))
     with Client(cluster.grpc_address) as client:
-        for message in client.generate(prompt, max_tokens=60, temperature=0.0):
+        for message in client.generate(chat, max_tokens=60, temperature=0.0):
             console.print(message.text, end="", markup=False, soft_wrap=True)
             if message.HasField("usage"):
                 usage = usage_to_json(message.usage)

@@ -1,6 +1,6 @@
 """Log-probabilities as JSON: in OpenAI's two shapes for the answer's tokens, and in vLLM's for the prompt's.
 
-Knows token ids and their bytes; nothing of requests. A special token has no text, and is shown as "" or by its id.
+Knows token ids and their bytes; nothing of requests. A special token has no text, and is shown as it is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEAST = -9999.0  # what OpenAI shows for a probability of 0, for which JSON has 
 def chat_shape(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Json:
     def named(id: int, logprob: float) -> Json:
         piece = tokenizer.piece(id)
-        return {"token": _text(piece), "logprob": _finite(logprob), "bytes": list(piece)}
+        return {"token": _text(tokenizer, id), "logprob": _finite(logprob), "bytes": list(piece)}
 
     content = [
         {**named(entry.token, entry.logprob), "top_logprobs": [named(*top) for top in entry.top]} for entry in entries
@@ -61,7 +61,7 @@ class CompletionShape:
         without text as its id."""
         piece = self._tokenizer.piece(id)
         if not piece:
-            return f"token_id:{id}"
+            return self._tokenizer.special_name(id) or f"token_id:{id}"
         try:
             return piece.decode()
         except UnicodeDecodeError:
@@ -78,15 +78,15 @@ def prompt_shape(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list
         ranks = {id: rank for rank, (id, _) in enumerate(entry.top, start=1)}
         logprobs = {entry.token: entry.logprob, **dict(entry.top)}
         return {
-            str(id): {"logprob": _finite(logprob), "rank": ranks.get(id), "decoded_token": _text(tokenizer.piece(id))}
+            str(id): {"logprob": _finite(logprob), "rank": ranks.get(id), "decoded_token": _text(tokenizer, id)}
             for id, logprob in logprobs.items()
         }
 
     return [None, *map(listed, entries)]
 
 
-def _text(piece: bytes) -> str:
-    return piece.decode("utf-8", "replace")
+def _text(tokenizer: Tokenizer, id: int) -> str:
+    return tokenizer.special_name(id) or tokenizer.piece(id).decode("utf-8", "replace")
 
 
 def _finite(logprob: float) -> float:

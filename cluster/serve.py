@@ -77,7 +77,7 @@ def serve(config: ClusterConfig) -> int:
                 _start(config, model, say)
                 ready, host = True, config.http.host
                 say(f"logs: {logs}")
-                say(f"ready: http://{host}:{config.http.port}/v1/completions and grpc://{host}:{config.grpc.port}")
+                say(f"ready: http://{host}:{config.http.port}/v1 and grpc://{host}:{config.grpc.port}")
                 _watch(config, say)
             except Unavailable as error:
                 raise Unavailable(f"{error.message}\nits logs are kept: {logs}") from error

@@ -64,3 +64,8 @@ class Tokenizer:
             token = None if id in self.special_ids else self._backend.id_to_token(id)
             piece = self._pieces[id] = b"" if token is None else self._piece_of(token)
         return piece
+
+    def special_name(self, id: int) -> str | None:
+        """How a special token is written, which has no text; None for other tokens."""
+        name: str | None = self._backend.id_to_token(id) if id in self.special_ids else None
+        return name

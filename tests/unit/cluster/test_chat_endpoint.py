@@ -151,7 +151,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason(served: Served) 
 def test_logprobs_go_with_their_text(served: Served) -> None:
     whole = words(served, logprobs=True).whole(PIECES)["choices"][0]["logprobs"]["content"]
     hello = {"token": "Hello", "logprob": -0.5, "bytes": list(b"Hello")}
-    end = {"token": "", "logprob": -1.0, "bytes": []}
+    end = {"token": "<|im_end|>", "logprob": -1.0, "bytes": []}  # a special token: written, but no text
     assert whole == [{**hello, "top_logprobs": [hello, end]}, {**end, "logprob": -0.25, "top_logprobs": []}]
     writer = words(served, logprobs=True)
     streamed = [c["choices"][0] for piece in PIECES for c in writer.chunks(piece)]
@@ -159,7 +159,7 @@ def test_logprobs_go_with_their_text(served: Served) -> None:
 
 
 def test_the_prompts_logprobs_come_with_the_first_chunk(served: Served) -> None:
-    expected = [None, {"5": {"logprob": -1.0, "rank": None, "decoded_token": served.tokenizer.decode([5])}}]
+    expected = [None, {"5": {"logprob": -1.0, "rank": None, "decoded_token": "<file_sep>"}}]
     assert words(served, prompt_logprobs=True).whole(PIECES)["prompt_logprobs"] == expected
     writer = words(served, prompt_logprobs=True)
     first, *others = [chunk for piece in PIECES for chunk in writer.chunks(piece)]

@@ -220,12 +220,12 @@ def test_the_prompts_logprobs_are_said_once_and_begin_with_null(tokenizer: Token
     expected = [
         None,
         {
-            "5": {"logprob": -1.0, "rank": 2, "decoded_token": tokenizer.decode([5])},
-            "7": {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.decode([7])},
+            "5": {"logprob": -1.0, "rank": 2, "decoded_token": tokenizer.special_name(5)},
+            "7": {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.special_name(7)},
         },
         {
-            "9": {"logprob": -9999.0, "rank": None, "decoded_token": tokenizer.decode([9])},
-            "7": {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.decode([7])},
+            "9": {"logprob": -9999.0, "rank": None, "decoded_token": tokenizer.special_name(9)},
+            "7": {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.special_name(7)},
         },
     ]
     assert words(tokenizer, prompt_logprobs=True).whole(pieces)["choices"][0]["prompt_logprobs"] == expected

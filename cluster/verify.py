@@ -75,6 +75,8 @@ def verify(config: ClusterConfig, *, long: bool) -> int:
             task = progress.add_task("other ways", total=5 * count)
             for way in verifier.ways(answers, lambda: progress.advance(task)):
                 results.append(way)
+                if not progress.console.is_terminal:  # which shows no bars
+                    progress.console.print(f"{way.name}: {way.compared:,} compared, {time.monotonic() - began:.0f} s")
     verdict, reason = _judged([(a.prompt, a.tokens) for a in answers], model, config.model.dtype)
 
     lengths = sorted(map(len, prompts))

@@ -46,8 +46,28 @@ class ReplicaSpec:
     manager: tuple[str, str]  # name and namespace of the KV manager actor
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory; `name` says what it computes: weights, dtype and, if exact, this machine's bits."""
+
+    llama: Llama
+    name: str
+
+
+def load_model(spec: ReplicaSpec) -> LoadedModel:
+    """ConfigError for a model that cannot be computed, and for exactness that this machine does not keep."""
+    torch.set_num_threads(spec.engine.threads)
+    began = time.monotonic()
+    config, weights = load(spec.model, DTYPES[spec.dtype])
+    llama = Llama(config, weights, exact=spec.engine.exact)
+    parts = [fingerprint(spec.model), spec.dtype]
+    if spec.engine.exact:
+        parts.append(f"exact-{_bits_of(llama)}")
+    logger.info("model loaded in %.1f s: %s", time.monotonic() - began, "/".join(parts))
+    return LoadedModel(llama, "/".join(parts))
+
+
 def _bits_of(model: Llama) -> str:
-    """The name of the bits that this machine computes; ConfigError if they are not the same in any company."""
     c = model.config
     try:
         return self_check(model.linears, c.heads, c.kv_heads, c.head_dim, map(c.window, range(c.layers)))
@@ -59,25 +79,17 @@ def _bits_of(model: Llama) -> str:
 
 
 class Core:
-    """Loads the model when it is made; computes from `start` to `stop`."""
+    """Loads the model when it is made, unless it is given; computes from `start` to `stop`."""
 
-    def __init__(self, spec: ReplicaSpec, replica: ReplicaId, role: Role) -> None:
-        torch.set_num_threads(spec.engine.threads)
-        began = time.monotonic()
-        config, weights = load(spec.model, DTYPES[spec.dtype])
-        engine = spec.engine
+    def __init__(self, spec: ReplicaSpec, replica: ReplicaId, role: Role, model: LoadedModel | None = None) -> None:
+        model = model or load_model(spec)
+        config, engine = model.llama.config, spec.engine
         blocks = engine.cache_tokens // engine.block_size
         self.cache = KvCache(
             blocks, config.layers, config.kv_heads, engine.block_size, config.head_dim, DTYPES[spec.dtype]
         )
-        model = Llama(config, weights, exact=engine.exact)
         self.geometry = Geometry(
-            "/".join([fingerprint(spec.model), spec.dtype, *([f"exact-{_bits_of(model)}"] if engine.exact else [])]),
-            config.layers,
-            config.kv_heads,
-            config.head_dim,
-            engine.block_size,
-            spec.dtype,
+            model.name, config.layers, config.kv_heads, config.head_dim, engine.block_size, spec.dtype
         )
         self.vocabulary = config.vocab_size
         self.tags = BlockTags(replica, blocks, grows=role == "decode", growth_s=spec.kv.growth_s)
@@ -88,11 +100,10 @@ class Core:
             draw=self.tags.draw,
             starve_s=spec.kv.starve_s,
         )
-        self.runner = Runner(model, self.cache)
+        self.runner = Runner(model.llama, self.cache)
         self._engine = Engine(self.runner, scheduler)
         self._thread: EngineThread | None = None
         self.replica, self.role, self._spec = replica, role, spec
-        logger.info("%s %s: model loaded in %.1f s, %d blocks", role, replica, time.monotonic() - began, blocks)
 
     def start(self, deliver: Callable[[list[Event]], None]) -> None:
         """Compute from now on. The events of every step go to `deliver`, which is called in the engine's thread."""

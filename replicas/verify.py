@@ -25,7 +25,7 @@ from bifolio.kv_manager.transfer import PrefillServer
 from bifolio.protos.messages import BlockId, Generation, Lease, ReplicaId, RequestId, Start
 
 from .batch import Row, build_batch
-from .core import Core, ReplicaSpec
+from .core import Core, ReplicaSpec, load_model
 from .jobs import Jobs
 
 BATCH = 8
@@ -100,11 +100,12 @@ class _Sequence:
 
 
 class Verifier:
-    """Two replicas of one model, without Ray: one that prefills and one that does everything."""
+    """Two replicas that share a model, without Ray: one that prefills and one that does everything."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        self._decode = Core(spec, ReplicaId("decode"), "decode")
-        self._prefill = Core(spec, ReplicaId("prefill"), "prefill")
+        model = load_model(spec)
+        self._decode = Core(spec, ReplicaId("decode"), "decode", model)
+        self._prefill = Core(spec, ReplicaId("prefill"), "prefill", model)
         self._jobs = Jobs(self._prefill, self._close)
         self._prefill.start(self._jobs.deliver)
         self._server = PrefillServer(self._jobs, 1)

@@ -66,7 +66,7 @@ def build(config: ClusterConfig, model: Path) -> Any:
 
 
 def replica_environment(config: ClusterConfig) -> dict[str, str]:
-    """What a replica process needs before torch is loaded."""
+    """What a replica process needs before torch is loaded. By the CPU of this machine: all replicas are on it."""
     threads = {"OMP_NUM_THREADS": str(config.engine.threads)}
     exact = {"MKL_CBWR": "AVX512,STRICT" if _has_avx512() else "AVX2,STRICT"} if config.engine.exact else {}
     return MALLOC | threads | exact

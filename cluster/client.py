@@ -27,6 +27,8 @@ from .query import Query
 # Serve's gRPC port serves several applications, and is told which by this
 _METADATA = (("application", "bifolio"),)
 
+MOST_BYTES = 64 << 20  # of one message: a prompt's logprobs come in one, and gRPC's own limit is 4 MiB
+
 _ERRORS: dict[str, type[BifolioError]] = {
     "NOT_FOUND": ModelNotFound,
     "INVALID_ARGUMENT": InvalidRequest,
@@ -49,7 +51,8 @@ class Client:
     def __init__(self, address: str = "127.0.0.1:9000") -> None:
         self.address = address
         # Not through $http_proxy: a cluster is asked directly
-        self._channel = grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
+        options = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MOST_BYTES)]
+        self._channel = grpc.insecure_channel(address, options)
         self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Client:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bifolio.protos import inference_pb2 as pb
+from bifolio.protos.errors import InvalidRequest
 from bifolio.protos.messages import RequestId, TokenLogprobs
 
 from .chat import Chat
@@ -14,6 +15,8 @@ from .json_body import read_object
 from .query import Query
 
 FIELD = "bifolio-field"  # trailing metadata of a refused call: the field of the request that is wrong
+
+MOST_KWARGS = 1 << 16  # characters: variables of a template, not text
 
 # Fields of Sampling that may be left open, under one name in both
 _OPEN = (
@@ -45,6 +48,11 @@ def _prompt_from_pb(request: pb.GenerateRequest) -> str | tuple[int, ...] | Chat
             return tuple(request.token_ids.ids)
         case "chat":
             chat = request.chat
+            if len(chat.template_kwargs) > MOST_KWARGS:
+                raise InvalidRequest(
+                    f"chat.template_kwargs has {len(chat.template_kwargs)} characters; allowed: at most {MOST_KWARGS}",
+                    "chat.template_kwargs",
+                )
             return Chat(
                 tuple({"role": message.role, "content": message.content} for message in chat.messages),
                 continue_final_message=chat.continue_final_message,

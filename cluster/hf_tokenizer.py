@@ -33,13 +33,6 @@ def read_directory(path: Path) -> Vocabulary:
         token = special_tokens.get(name)
         return None if token is None else backend.token_to_id(token)
 
-    # generation_config.json is what transformers' generate obeys; the others are where older models keep it
-    ends: Any = None
-    for file in ("generation_config.json", "config.json"):
-        ends = _read_json(path / file).get("eos_token_id") if ends is None else ends
-    if ends is None and (ends := id_of("eos_token")) is None:
-        raise ConfigError(f"{path} names no end-of-sequence token (eos_token_id in generation_config.json)")
-
     bos = id_of("bos_token")
     match settings.get("add_bos_token"):
         case None:
@@ -51,10 +44,25 @@ def read_directory(path: Path) -> Vocabulary:
     return Vocabulary(
         backend,
         prefix=tuple(prefix),
-        eos_ids=tuple(ends) if isinstance(ends, list) else (ends,),
+        eos_ids=_ends(path, id_of("eos_token")),
         special_tokens=special_tokens,
         chat_template=_chat_template(path, settings),
     )
+
+
+def _ends(path: Path, of_text: int | None) -> tuple[int, ...]:
+    """What transformers' generate obeys, and the tokenizer's own end beside it: a tuned model often names the end of a
+    turn there alone."""
+    said: Any = None
+    for file in ("generation_config.json", "config.json"):
+        said = _read_json(path / file).get("eos_token_id") if said is None else said
+    listed = said if isinstance(said, list) else [] if said is None else [said]
+    if not all(type(id) is int and id >= 0 for id in listed):
+        raise ConfigError(f"{path}: eos_token_id is {said!r}; allowed is a token id, or a list of them")
+    ends = [*listed, *([] if of_text is None else [of_text])]
+    if not ends:
+        raise ConfigError(f"{path} names no end-of-sequence token (eos_token_id in generation_config.json)")
+    return tuple(dict.fromkeys(ends))
 
 
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:

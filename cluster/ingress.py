@@ -28,10 +28,10 @@ from bifolio.protos.messages import RequestId
 from bifolio.replicas.model_files import model_config
 
 from .answer import Piece, answer
+from .bodies import events, whole
 from .chat import ChatTemplate
 from .chat_schema import ChatRequest
 from .completion_schema import CompletionRequest
-from .completions import events, whole
 from .config import ClusterConfig
 from .convert import logprobs_to_pb, query_from_pb
 from .frontend import Frontend
@@ -165,7 +165,8 @@ class Ingress:
     async def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]:
         with call(grpc_context):
             id = RequestId(f"gen-{uuid.uuid4().hex}")
-            async with aclosing(self._answer(query_from_pb(request, id))) as pieces:
+            query = await asyncio.to_thread(query_from_pb, request, id)
+            async with aclosing(self._answer(query)) as pieces:
                 async for piece in pieces:
                     if piece.tokens or piece.finish:
                         yield pb.GenerateResponse(

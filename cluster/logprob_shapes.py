@@ -5,11 +5,11 @@ Knows token ids and their bytes; nothing of requests. A special token has no tex
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 
 from bifolio.protos.messages import TokenLogprobs
 
+from .detokenizer import Detokenizer
 from .openai import Json
 from .tokenizer import Tokenizer
 
@@ -33,28 +33,29 @@ class CompletionShape:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer.strips_space
+        self._text = Detokenizer(tokenizer)
         self._offset = 0
 
     def shape(self, entries: Sequence[TokenLogprobs]) -> Json:
         offsets = []
         for entry in entries:
             offsets.append(self._offset)
-            text = self._characters.decode(self._tokenizer.piece(entry.token))
-            if text and self._strip:
-                text, self._strip = text.removeprefix(" "), False
-            self._offset += len(text)
+            self._offset += len(self._text.push([entry.token]))
         return {
             "tokens": [self._name(entry.token) for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             # The chosen token is always there, beside the most probable ones if it is none of them
-            "top_logprobs": [
-                {self._name(id): _finite(logprob) for id, logprob in (*entry.top, (entry.token, entry.logprob))}
-                for entry in entries
-            ],
+            "top_logprobs": [self._named({**dict(entry.top), entry.token: entry.logprob}) for entry in entries],
             "text_offset": offsets,
         }
+
+    def _named(self, logprobs: dict[int, float]) -> Json:
+        """Two tokens may be written alike; then the later one goes by its id."""
+        named: Json = {}
+        for id, logprob in logprobs.items():
+            name = self._name(id)
+            named[f"token_id:{id}" if name in named else name] = _finite(logprob)
+        return named
 
     def _name(self, id: int) -> str:
         """Names must differ within an object: part of a character is spelled as its bytes, as OpenAI does, and a token

@@ -75,6 +75,8 @@ class Oracle:
                 verdict.equal += 1
                 continue
             gap = float(logits[position, best[position]] - logits[position, token])
-            verdict.ties += gap < TIE
-            verdict.mismatches += gap >= TIE
+            if gap < TIE:
+                verdict.ties += 1
+            else:  # or no number at all
+                verdict.mismatches += 1
             report(f"position {position}: {token} here, {best[position]} in transformers, gap {gap:.1e}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from bifolio.protos.errors import DoesNotFit, InvalidRequest, ModelNotFound
-from bifolio.protos.messages import RequestId, Sampling
+from bifolio.protos.messages import MOST_LOGPROBS, RequestId, Sampling
 
 from . import ranges
 from .chat import Chat, ChatTemplate
@@ -21,7 +21,7 @@ DEFAULT_MAX_TOKENS = 16  # as in /v1/completions; a chat takes what the context 
 MOST_STOPS = 4
 LONGEST_STOP = 1000  # characters
 MOST_BIASES = 1024
-MOST_LOGPROBS = 20
+MOST_PROMPT_LOGPROBS = 1 << 16  # tokens reported on in all: they are worded at once, and every stream waits as long
 ROLES = ("system", "developer", "user", "assistant", "tool")
 COLDEST = 1e-6  # below, logits / temperature would overflow; what it tends to is greedy
 
@@ -115,6 +115,13 @@ def resolve(query: Query, served: Served, draw_seed: Callable[[], int]) -> Resol
             f"together; the context holds {context}",
             query.called("max_tokens"),
         )
+    entries = 0 if prompt_logprobs is None else len(prompt) * (prompt_logprobs + 1)
+    if entries > MOST_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs is {prompt_logprobs} for a prompt of {len(prompt)} tokens, {entries} logprobs in all; "
+            f"allowed: at most {MOST_PROMPT_LOGPROBS}",
+            "prompt_logprobs",
+        )
     if most is None:
         most = room if isinstance(query.prompt, Chat) else min(DEFAULT_MAX_TOKENS, room)
     least = query.min_tokens or 0
@@ -146,6 +153,12 @@ def prompt_ids(
             )
         added = not chat if special_tokens is None else special_tokens
         ids = tuple(served.tokenizer.encode(text, special_tokens=added)) if text else ()
+        if ids and (largest := max(ids)) >= served.vocab_size:
+            raise InvalidRequest(
+                f"{name} holds token {largest}, which the tokenizer knows and the model does not; token ids are 0 to "
+                f"{served.vocab_size - 1}",
+                name,
+            )
     if not ids:
         raise InvalidRequest("prompt is empty; at least one token is needed", "prompt")
     return ids
@@ -169,7 +182,7 @@ def _sampling(query: Query, served: Served, draw_seed: Callable[[], int]) -> Sam
     """All but `max_tokens` and `min_tokens`, which depend on the prompt."""
     vocab_size = served.vocab_size
     ranges.token_ids("stop_token_ids", query.stop_token_ids, vocab_size)
-    ends = () if query.ignore_eos else served.tokenizer.eos_ids
+    ends = () if query.ignore_eos else [id for id in served.tokenizer.eos_ids if id < vocab_size]
     temperature = ranges.real("temperature", query.temperature, 0, 2, default=1)
     # Seeds are 64 bits; a negative one, which OpenAI's API allows, is the same bits read with a sign
     seed = _within(query, "seed", -(2**63), 2**64 - 1)

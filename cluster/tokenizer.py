@@ -32,8 +32,6 @@ class Tokenizer:
         self.special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.special_tokens = dict(vocabulary.special_tokens)
-        self.bos_token = self.special_tokens.get("bos_token", "")
-        self.eos_token = self.special_tokens.get("eos_token", "")
         self.chat_template = vocabulary.chat_template
 
     @classmethod

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bifolio.protos.errors import Unavailable
+from bifolio.protos.errors import ConfigError, Unavailable
 
 from .config import ClusterConfig
 from .models import resolve
@@ -25,7 +25,6 @@ from .oracle import TIE, Oracle, Verdict
 from .tokenizer import Tokenizer
 
 LONG = 10_000  # token comparisons of `verify --long`, at least
-BATCH = 8  # prompts of a short run, and the step by which a long one has more
 PER_TOKEN = 4.5  # comparisons: four ways, and one that computes half of the answer
 
 # Cut into prompts. Several scripts, numbers, code and joined characters: not only what is one token a word.
@@ -55,13 +54,18 @@ def verify(config: ClusterConfig, *, long: bool) -> int:
     _prepare(config)
     from bifolio.replicas.core import ReplicaSpec
     from bifolio.replicas.model_files import check_model
-    from bifolio.replicas.verify import Verifier
+    from bifolio.replicas.verify import BATCH, Verifier
 
     assert config.model.dtype is not None, "the configuration is resolved"
     context = check_model(model).max_positions
     console, began = Console(highlight=False), time.monotonic()
     with Verifier(ReplicaSpec(model, config.model.dtype, config.engine, config.kv, ("", ""))) as verifier:
         most = min(context, verifier.most_tokens)
+        if most < 2:
+            raise ConfigError(
+                f"engine.cache_tokens is {config.engine.cache_tokens}; needed to verify: "
+                f"{BATCH * config.engine.block_size}, a block for each of {BATCH} sequences"
+            )
         tokens = min(64 if long else 16, most // 2)
         count = BATCH * math.ceil(LONG / (PER_TOKEN * tokens * BATCH)) if long else BATCH
         prompts = list(itertools.islice(_prompts(tokenizer.encode(TEXT), most - tokens), count))

@@ -209,7 +209,7 @@ def sample(
 
     Of equal probabilities the lower id is kept. Probabilities are float64. A row's answer depends on that row
     alone. A logit of -inf is never drawn. Mutates nothing. Raises ValueError for a wrong shape or dtype, and
-    for a row to draw from that holds NaN or +inf, or only -inf.
+    for a row that holds NaN or +inf, or only -inf.
     """
     checks.shape("logits", logits, (None, None), "B, V")
     checks.dtype("logits", logits, (torch.float32,))

@@ -25,7 +25,7 @@ def self_check(
     weights: Iterable[Tensor], heads: int, kv_heads: int, head_dim: int, windows: Iterable[int | None] = (None,)
 ) -> str:
     """8 hexadecimal digits that name the bits this machine computes: replicas whose digits differ are not to share
-    an answer. Takes about as long as computing some 2,000 tokens.
+    an answer. Takes about as long as some 2,000 tokens take in one layer.
 
     weights  float32 [N, K] on the CPU: those of the linears, one for each shape
     heads, kv_heads, head_dim, windows  of the attention; its queries and keys may have norms of their own
@@ -43,6 +43,10 @@ def self_check(
         x, gain = torch.randn(MOST_ROWS, 2 * size, generator=random), torch.randn(size, generator=random)
         digest.update(_rows_alike(f"norm of {size}", x[:, :size], partial(_norm, gain=gain)))
         digest.update(_rows_alike(f"activation of {size}", x, partial(silu_mul, exact=True)))
+    x, gain = torch.randn(MOST_ROWS * heads, head_dim, generator=random), torch.randn(head_dim, generator=random)
+    digest.update(_rows_alike(f"norm of {heads} heads of {head_dim}", x, partial(_norm, gain=gain)))
+    angles = torch.arange(4096.0)  # RoPE: row by row anyway, but another machine may round otherwise
+    digest.update(torch.cat([angles.cos(), angles.sin()]).numpy().tobytes())
     for window in set(windows):
         digest.update(_attention(heads, kv_heads, head_dim, window, random))
     return digest.hexdigest()[:8]
@@ -73,7 +77,7 @@ def _attention(heads: int, kv_heads: int, head_dim: int, window: int | None, ran
 
 def _rows_alike(what: str, x: Tensor, f: Callable[[Tensor], Tensor]) -> bytes:
     whole = f(x)
-    for rows in range(1, MOST_ROWS):  # the last rows come first then: size and place vary at once
+    for rows in range(1, len(x), len(x) // MOST_ROWS):  # the last rows come first then: size and place vary at once
         if not torch.equal(f(x[-rows:]), whole[-rows:]):
             raise ArithmeticError(f"{what} differs with {rows} rows")
     return whole.numpy().tobytes()

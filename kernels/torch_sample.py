@@ -15,6 +15,9 @@ from torch import Tensor
 def sample(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniforms: Tensor
 ) -> Tensor:
+    peaks = logits.amax(dim=-1)
+    if not bool(peaks.isfinite().all()):  # no token is the largest, and a search would end past the last id
+        raise ValueError("logits: a row that holds NaN or +inf, or nothing but -inf; allowed is none of these")
     ids = logits.argmax(dim=-1)  # of equal values torch returns the first
     columns = (temperature, top_p, top_k, min_p, uniforms)
     for row, (t, p, k, m, u) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
@@ -36,8 +39,6 @@ def _draw(row: Tensor, temperature: float, top_p: float, top_k: int, min_p: floa
         weights = weights * (weights >= min_p)  # the most probable token weighs exactly 1
     cumulative = weights.cumsum(0)
     total = float(cumulative[-1])
-    if math.isnan(total):  # the search would end past the last id
-        raise ValueError("logits: a row that holds NaN or +inf, or nothing but -inf; allowed is none of these")
     # uniform < 1, but its product may round up to the total: stay below it, so that some token exceeds it
     point = min(uniform * total, math.nextafter(total, 0.0))
     return int(torch.searchsorted(cumulative, point, right=True))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, NewType
 
+MOST_LOGPROBS = 20  # of the most probable tokens at one place, as in OpenAI's API
+
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
 BlockId = NewType("BlockId", int)

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,6 +59,7 @@ def load_model(spec: ReplicaSpec) -> LoadedModel:
     torch.set_num_threads(spec.engine.threads)
     began = time.monotonic()
     config, weights = load(spec.model, DTYPES[spec.dtype])
+    config = replace(config, max_positions=min(config.max_positions, spec.engine.cache_tokens))  # what can ever be used
     llama = Llama(config, weights, exact=spec.engine.exact)
     parts = [fingerprint(spec.model), spec.dtype]
     if spec.engine.exact:

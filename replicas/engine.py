@@ -20,7 +20,7 @@ import torch
 from bifolio.protos.messages import Generation, TokenLogprobs
 
 from .batch import Row, build_batch
-from .penalties import Turn
+from .penalties import SamplingState
 from .runner import Runner
 from .sampler import sample_tokens
 from .scheduler import Chunk, Outcome, Scheduler, Step
@@ -98,12 +98,16 @@ class Engine:
         """Changes no sequence: a step that raises is repeated."""
         logits, scores = self._logits(step)
         ready = [*(c.sequence for c in step.chunks if c.completes), *step.handed]
-        turns = {i: Turn(s.sampling, s.tokens, s.prompt_length) for i, s in enumerate(ready) if s.sampling is not None}
+        states = {
+            i: SamplingState(s.sampling, s.tokens, s.prompt_length)
+            for i, s in enumerate(ready)
+            if s.sampling is not None
+        }
         leaving = {
             s.generation: row.numpy().tobytes() for row, s in zip(logits, ready, strict=True) if s.sampling is None
         }
-        choices = sample_tokens(logits if len(turns) == len(ready) else logits[list(turns)], list(turns.values()))
-        return Outcome({ready[i].generation: c for i, c in zip(turns, choices, strict=True)}, leaving, scores)
+        choices = sample_tokens(logits if len(states) == len(ready) else logits[list(states)], list(states.values()))
+        return Outcome({ready[i].generation: c for i, c in zip(states, choices, strict=True)}, leaving, scores)
 
     def _logits(self, step: Step) -> tuple[torch.Tensor, dict[Generation, list[TokenLogprobs]]]:
         """A row for each sequence that has one coming, those with chunks first; and the prompt's logprobs."""

@@ -52,7 +52,6 @@ def read_gguf(file: GgufFile) -> LlamaConfig:
     only("the length of values", file.get(f"{arch}.attention.value_length", head_dim), head_dim)
     only("rope dimensions", file.get(f"{arch}.rope.dimension_count", head_dim), head_dim)
     only("attention.causal", file.get(f"{arch}.attention.causal", True), True)
-    eos = (file.get("tokenizer.ggml.eos_token_id"), file.get("tokenizer.ggml.eot_token_id"))
     shapes = file.shapes
     return LlamaConfig(
         vocab_size=shapes.get("token_embd.weight", (1,))[0],
@@ -66,8 +65,6 @@ def read_gguf(file: GgufFile) -> LlamaConfig:
         rope_theta=_shortest(file.get(f"{arch}.rope.freq_base", 10000.0)),
         max_positions=int(need("context_length")),
         tied="output.weight" not in shapes,
-        bos_id=file.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
         rope_scaling=_rope_scaling(file, arch, int(need("context_length"))),
         qkv_bias=arch == "qwen2" or "blk.0.attn_q.bias" in shapes,  # elsewhere only the tensors tell
         o_bias="blk.0.attn_output.bias" in shapes,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from bifolio.protos.errors import ConfigError
 
 from .model_config import LlamaConfig, only, reader
-from .rope_scaling import from_hf
+from .rope_scaling import from_hf, longest
 
 Config = Mapping[str, Any]
 
@@ -48,8 +48,8 @@ _NOT_COMPUTED = (
 )
 
 
-def read_hf(config: Config, generation: Config | None = None) -> LlamaConfig:
-    """From `config.json` and, for the ids that end an answer, `generation_config.json`."""
+def read_hf(config: Config) -> LlamaConfig:
+    """Raises ConfigError for what is not computed here."""
     name = (config.get("architectures") or ["unknown"])[0]
     only("architecture", name, *_FAMILIES)
     family = _FAMILIES[name]
@@ -64,9 +64,9 @@ def read_hf(config: Config, generation: Config | None = None) -> LlamaConfig:
     head_dim = need("head_dim") if name == "Qwen3ForCausalLM" else config.get("head_dim")
     max_positions = int(need("max_position_embeddings"))
     rope = _rope(config)
+    scaling = from_hf(rope, max_positions)
     unrotated = _unrotated(name, config, layers)
     attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-    eos = [*_ids(config.get("eos_token_id")), *_ids((generation or {}).get("eos_token_id"))]
     return LlamaConfig(
         vocab_size=int(need("vocab_size")),
         hidden=hidden,
@@ -77,11 +77,9 @@ def read_hf(config: Config, generation: Config | None = None) -> LlamaConfig:
         head_dim=int(head_dim or hidden // heads),
         eps=float(need("rms_norm_eps")),
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or family.theta),
-        max_positions=max_positions,
+        max_positions=max_positions if scaling is None else longest(scaling, max_positions),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
-        bos_id=next(iter(_ids(config.get("bos_token_id"))), None),
-        eos_ids=tuple(dict.fromkeys(eos)),
-        rope_scaling=from_hf(rope, max_positions),
+        rope_scaling=scaling,
         unrotated=unrotated,
         windows=_windows(family, config, layers, unrotated),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -145,9 +143,3 @@ def _windows(family: _Family, config: Config, layers: int, unrotated: tuple[int,
             raise ConfigError(f"model: layer_types do not fit a sliding_window of {width}; correct config.json")
         windows = said
     return windows if any(window is not None for window in windows) else ()
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]

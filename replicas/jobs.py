@@ -12,12 +12,11 @@ from types import TracebackType
 
 from bifolio.kv_manager.transfer import Prefilled
 from bifolio.protos.errors import Draining, EngineFailed, GeometryMismatch, InvalidRequest, Revoked
-from bifolio.protos.messages import Generation, Lease, Start
+from bifolio.protos.messages import MOST_LOGPROBS, Generation, Lease, Start
 
 from . import sequence
 from .core import Core
 from .kv_cache import KvCache
-from .logprobs import MOST_LOGPROBS
 from .sequence import Abort, Add, Closed, Computed, Event
 
 

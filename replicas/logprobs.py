@@ -15,8 +15,6 @@ from torch import Tensor
 
 from bifolio.protos.messages import TokenLogprobs
 
-MOST_LOGPROBS = 20  # of the most probable tokens at one place, as in OpenAI's API
-
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
     """For each row: the natural log-probability of tokens[row], and those of the tops[row] most probable tokens.

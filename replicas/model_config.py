@@ -28,8 +28,6 @@ class LlamaConfig:
     rope_theta: float
     max_positions: int
     tied: bool  # the output matrix is the embedding
-    bos_id: int | None
-    eos_ids: tuple[int, ...]  # any of them ends an answer
     rope_scaling: RopeScaling | None = None
     unrotated: tuple[int, ...] = ()  # layers whose queries and keys carry no position (NoPE)
     windows: tuple[int | None, ...] = ()  # per layer: how many positions it looks back, itself included; () is all

@@ -46,9 +46,7 @@ def _read_config(source: Path) -> LlamaConfig:
         return read_gguf(GgufFile(source))
     if not source.is_dir():
         raise ConfigError(f"model: {source} does not exist; give a .gguf file or a directory with config.json")
-    config = _json(source / "config.json")
-    generation = source / "generation_config.json"
-    return read_hf(config, _json(generation) if generation.exists() else None)
+    return read_hf(_json(source / "config.json"))
 
 
 def check_model(source: Path) -> LlamaConfig:

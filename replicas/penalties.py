@@ -21,8 +21,8 @@ from torch import Tensor
 from bifolio.protos.messages import Sampling
 
 
-class Turn(NamedTuple):
-    """Whose turn it is to get a token: the request's parameters and its history, the original prompt and the answer."""
+class SamplingState(NamedTuple):
+    """Where a request stands when a token is chosen: its parameters, and its history of prompt and answer."""
 
     sampling: Sampling
     tokens: Sequence[int]
@@ -34,17 +34,17 @@ class Turn(NamedTuple):
         return len(self.tokens) - self.prompt_length
 
 
-def needs_adjusting(turn: Turn) -> bool:
-    s = turn.sampling
+def needs_adjusting(state: SamplingState) -> bool:
+    s = state.sampling
     return (
         s.repetition_penalty != 1
         or bool(s.logit_bias)
-        or ((s.presence_penalty != 0 or s.frequency_penalty != 0) and turn.position > 0)
-        or (bool(s.stop_token_ids) and turn.position < s.min_tokens)
+        or ((s.presence_penalty != 0 or s.frequency_penalty != 0) and state.position > 0)
+        or (bool(s.stop_token_ids) and state.position < s.min_tokens)
     )
 
 
-def adjust(row: Tensor, turn: Turn) -> None:
+def adjust(row: Tensor, state: SamplingState) -> None:
     """MUTATES `row`, float32 [vocabulary].
 
     repetition            Keskar et al. 2019 (CTRL), as in Hugging Face: of every id in prompt or answer, a positive
@@ -52,18 +52,18 @@ def adjust(row: Tensor, turn: Turn) -> None:
     presence, frequency   OpenAI's formula: of every id in the answer, logit - presence - count * frequency
     min_tokens            stop ids get -inf. Were nothing left then, they keep their logits: a request always ends
     """
-    s = turn.sampling
+    s = state.sampling
     if s.repetition_penalty != 1:
-        seen = torch.tensor(turn.tokens)  # an id seen twice writes the same value twice
+        seen = torch.tensor(state.tokens)  # an id seen twice writes the same value twice
         logits = row[seen]
         row[seen] = torch.where(logits > 0, logits / s.repetition_penalty, logits * s.repetition_penalty)
-    if (s.presence_penalty or s.frequency_penalty) and turn.position > 0:
-        ids, counts = np.unique(turn.tokens[turn.prompt_length :], return_counts=True)
+    if (s.presence_penalty or s.frequency_penalty) and state.position > 0:
+        ids, counts = np.unique(state.tokens[state.prompt_length :], return_counts=True)
         row[torch.from_numpy(ids)] -= torch.from_numpy(s.presence_penalty + s.frequency_penalty * counts).float()
     if s.logit_bias:
         biased, biases = zip(*s.logit_bias, strict=True)
         row.index_add_(0, torch.tensor(biased), torch.tensor(biases, dtype=torch.float32))
-    if s.stop_token_ids and turn.position < s.min_tokens:
+    if s.stop_token_ids and state.position < s.min_tokens:
         stops = torch.tensor(s.stop_token_ids)
         kept = row[stops]
         row[stops] = -torch.inf

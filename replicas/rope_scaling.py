@@ -96,6 +96,12 @@ def from_hf(rope: Mapping[str, Any], original: int) -> RopeScaling | None:
     )
 
 
+def longest(scaling: RopeScaling, positions: int) -> int:
+    """How many positions are good: what the model says, or what YaRN makes of its pre-training. Who switches YaRN on,
+    as the Qwen models advise, does not change `max_position_embeddings`."""
+    return max(positions, int(scaling.original * scaling.factor)) if isinstance(scaling, Yarn) else positions
+
+
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
     """The paper's answer to longer contexts flattening the softmax."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -14,37 +14,37 @@ from bifolio.kernels import sample
 from bifolio.protos.messages import TokenLogprobs
 
 from .logprobs import token_logprobs
-from .penalties import Turn, adjust, needs_adjusting
+from .penalties import SamplingState, adjust, needs_adjusting
 from .rng import uniform
 
 Choice = tuple[int, TokenLogprobs | None]  # a token, and its logprobs if the request asks for them
 
 
 @torch.inference_mode()
-def sample_tokens(logits: Tensor, turns: Sequence[Turn]) -> list[Choice]:
-    """One choice per row of `logits`, float32 [len(turns), vocabulary]. MUTATES the rows that are penalised, biased or
+def sample_tokens(logits: Tensor, states: Sequence[SamplingState]) -> list[Choice]:
+    """One choice per row of `logits`, float32 [len(states), vocabulary]. MUTATES the rows that are penalised, biased or
     masked; the others are not even copied.
 
-    Raises ValueError when there are not as many logits as turns.
+    Raises ValueError when there are not as many logits as states.
     """
-    if logits.shape[0] != len(turns):
-        raise ValueError(f"logits: {logits.shape[0]} rows; allowed is {len(turns)}, one for each sequence")
-    if not turns:
+    if logits.shape[0] != len(states):
+        raise ValueError(f"logits: {logits.shape[0]} rows; allowed is {len(states)}, one for each sequence")
+    if not states:
         return []
     raw = list(logits)  # views, or copies of what is about to change: the model's own, for the logprobs
-    for i, turn in enumerate(turns):
-        if needs_adjusting(turn):
-            if turn.sampling.logprobs is not None:
+    for i, state in enumerate(states):
+        if needs_adjusting(state):
+            if state.sampling.logprobs is not None:
                 raw[i] = logits[i].clone()
-            adjust(logits[i], turn)
-    settings = [turn.sampling for turn in turns]
+            adjust(logits[i], state)
+    settings = [state.sampling for state in states]
     ids: list[int] = sample(
         logits,
         torch.tensor([s.temperature for s in settings], dtype=torch.float64),
         torch.tensor([s.top_p for s in settings], dtype=torch.float64),
         torch.tensor([s.top_k for s in settings], dtype=torch.int64),
         torch.tensor([s.min_p for s in settings], dtype=torch.float64),
-        torch.tensor([_uniform(turn) for turn in turns], dtype=torch.float64),
+        torch.tensor([_uniform(state) for state in states], dtype=torch.float64),
     ).tolist()
     return [
         (id, None if s.logprobs is None else token_logprobs(row[None], [id], [s.logprobs])[0])
@@ -52,6 +52,6 @@ def sample_tokens(logits: Tensor, turns: Sequence[Turn]) -> list[Choice]:
     ]
 
 
-def _uniform(turn: Turn) -> float:
-    s = turn.sampling
-    return uniform(s.seed, 0, turn.position) if s.temperature > 0 else 0.0
+def _uniform(state: SamplingState) -> float:
+    s = state.sampling
+    return uniform(s.seed, 0, state.position) if s.temperature > 0 else 0.0

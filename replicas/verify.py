@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from bifolio.kv_manager.pull import PrefillClient
 from bifolio.kv_manager.transfer import PrefillServer
+from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import BlockId, Generation, Lease, ReplicaId, RequestId, Start
 
 from .batch import Row, build_batch
@@ -33,14 +34,16 @@ CHUNKS = (32, 256)
 
 
 @dataclass(frozen=True, slots=True)
-class Print:
+class RowDigest:
     """What is kept of one row of logits: all its bits as a digest, and the token it chooses."""
 
     digest: bytes
     token: int
 
     @classmethod
-    def of(cls, logits: npt.NDArray[np.float32]) -> Print:
+    def of(cls, logits: npt.NDArray[np.float32]) -> RowDigest:
+        if not np.isfinite(logits).all():
+            raise ConfigError("model: its logits are not finite in this dtype; nothing can be compared, try float32")
         return cls(hashlib.blake2b(logits.tobytes(), digest_size=16).digest(), int(logits.argmax()))
 
 
@@ -50,7 +53,7 @@ class Answer:
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    prints: tuple[Print, ...]
+    digests: tuple[RowDigest, ...]
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ class Way:
     equal: int = 0  # all bits of the row
     flips: int = 0  # rows that choose another token
 
-    def count(self, ours: Sequence[Print], reference: Sequence[Print]) -> None:
+    def count(self, ours: Sequence[RowDigest], reference: Sequence[RowDigest]) -> None:
         for a, b in zip(ours, reference, strict=True):
             self.compared += 1
             self.equal += a.digest == b.digest
@@ -79,12 +82,12 @@ class _Sequence:
     chunk: int
     given: tuple[int, ...] | None
     tokens: list[int] = field(default_factory=list)
-    prints: list[Print] = field(default_factory=list)
+    digests: list[RowDigest] = field(default_factory=list)
     computed: int = 0
 
     @property
     def done(self) -> bool:
-        return len(self.prints) == self.count
+        return len(self.digests) == self.count
 
     def row(self) -> Row:
         prompt = len(self.prompt)
@@ -94,9 +97,9 @@ class _Sequence:
         return Row([self.tokens[self.computed - prompt]], self.computed, self.blocks)
 
     def take(self, logits: npt.NDArray[np.float32]) -> None:
-        here = Print.of(logits)
-        self.tokens.append(here.token if self.given is None else self.given[len(self.prints)])
-        self.prints.append(here)
+        here = RowDigest.of(logits)
+        self.tokens.append(here.token if self.given is None else self.given[len(self.digests)])
+        self.digests.append(here)
 
 
 class Verifier:
@@ -135,7 +138,7 @@ class Verifier:
         """The reference: `count` greedy tokens, computed alone, the prompt whole."""
         sequence = self._sequence(tuple(prompt), count, len(prompt))
         self._run([sequence])
-        return Answer(sequence.prompt, tuple(sequence.tokens), tuple(sequence.prints))
+        return Answer(sequence.prompt, tuple(sequence.tokens), tuple(sequence.digests))
 
     def ways(self, answers: Sequence[Answer], tick: Callable[[], None]) -> Iterator[Way]:
         """Each way over all answers. `tick` is called after each answer."""
@@ -154,7 +157,7 @@ class Verifier:
             half = len(a.tokens) // 2
             again = self._sequence(a.prompt + a.tokens[:half], len(a.tokens) - half, 1 << 30, given=a.tokens[half:])
             self._run([again])
-            way.count(again.prints, a.prints[half:])
+            way.count(again.digests, a.digests[half:])
             tick()
         yield way
         way = Way("split")
@@ -178,7 +181,7 @@ class Verifier:
     ) -> None:
         self._run(sequences)
         for sequence, answer in zip(sequences, answers, strict=True):
-            way.count(sequence.prints, answer.prints)
+            way.count(sequence.digests, answer.digests)
             tick()
 
     def _run(self, sequences: Sequence[_Sequence]) -> None:

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 from glassllm import convert
 
+from bifolio.cluster.app import replica_environment
+from bifolio.cluster.config import load
 from bifolio.cluster.models import pull
+
+# What a replica in exact mode has; MKL reads it once, so before any test has loaded torch
+os.environ["MKL_CBWR"] = replica_environment(load(None, {"engine.exact": True})).get("MKL_CBWR", "")
+assert "torch" not in sys.modules, "MKL may have read its environment already"
 
 CACHE = Path(os.environ.get("BIFOLIO_TEST_CACHE", "~/.cache/bifolio/tests")).expanduser()
 

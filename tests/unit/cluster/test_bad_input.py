@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -76,10 +75,10 @@ def test_a_misspelt_field_is_told_the_nearest(served: Served) -> None:
             take(path, encode({**good(path, random.Random(1)), field: 1}), served)
 
 
-def test_a_body_full_of_mistakes_takes_no_time(served: Served) -> None:
+def test_of_a_body_full_of_mistakes_one_is_told(served: Served) -> None:
     for field in ("prompt", "stop", "stop_token_ids", "logit_bias"):
         value = {str(i): "x" for i in range(60_000)} if field == "logit_bias" else [True] * 250_000
-        began = time.perf_counter()
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequest) as refused:
             take(COMPLETIONS, encode({"prompt": "a", field: value}), served)
-        assert time.perf_counter() - began < 5
+        assert refused.value.field == field
+        assert len(refused.value.message) < 500

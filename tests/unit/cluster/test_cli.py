@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -269,23 +268,13 @@ def test_wrong_usage_is_status_2(wrong: list[str], capsys: pytest.CaptureFixture
     assert "usage: bifolio" in capsys.readouterr().err
 
 
-def test_the_installed_command_starts_fast_and_without_ray_or_torch() -> None:
+def test_the_installed_command_starts_without_what_takes_seconds_to_import() -> None:
     command = [str(Path(sys.executable).with_name("bifolio")), "config", "show"]
-    times = []
-    for _ in range(2):  # the first may compile
-        began = time.perf_counter()
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
-        )
-        times.append(time.perf_counter() - began)
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "bifolio.cluster.config" in imported
     assert not imported & {"ray", "torch", "grpc", "tokenizers", "numpy"}
-    assert min(times) < 2
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

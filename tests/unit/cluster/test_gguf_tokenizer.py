@@ -86,7 +86,7 @@ def test_marked_tokens_are_whole_and_only_control_tokens_have_no_text(
     assert ids == theirs.encode(text, add_special_tokens=False)
     assert ours.decode(ids) == "A<tool> b"
     assert len(ours.eos_ids) == 2  # of the text and of the turn
-    assert (ours.bos_token, ours.eos_token) == ("<|begin|>", "<|end|>")
+    assert (ours.special_tokens["bos_token"], ours.special_tokens["eos_token"]) == ("<|begin|>", "<|end|>")
 
 
 def test_sentencepiece_puts_a_space_before_each_stretch_of_text(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bifolio.cluster.answer import Piece
 from bifolio.cluster.chat_schema import ChatRequest
 from bifolio.cluster.completion_schema import CompletionRequest
+from bifolio.cluster.logprob_shapes import CompletionShape
 from bifolio.cluster.openai import error_response, event
 from bifolio.cluster.query import Query
 from bifolio.cluster.schema import parse
@@ -255,3 +256,14 @@ def test_an_error_that_is_not_ours_shows_nothing() -> None:
     status, _, answer = error_response(RuntimeError("password"))
     assert status == 500
     assert "password" not in json.dumps(answer)
+
+
+def test_two_tokens_that_are_written_alike_are_both_there(tokenizer: Tokenizer) -> None:
+    class Alike(Tokenizer):
+        def piece(self, id: int) -> bytes:
+            return b"A"
+
+    alike = object.__new__(Alike)
+    alike.__dict__.update(tokenizer.__dict__)
+    (top,) = CompletionShape(alike).shape([TokenLogprobs(300, -2.0, ((301, -1.0), (300, -2.0)))])["top_logprobs"]
+    assert top == {"A": -1.0, "token_id:300": -2.0}

@@ -238,3 +238,30 @@ def test_logprobs_over_grpc() -> None:
     (entry,) = logprobs_to_pb([TokenLogprobs(5, -1.5, ((7, -0.5), (5, -1.5)))])
     assert (entry.token_id, entry.logprob) == (5, -1.5)
     assert [(top.token_id, top.logprob) for top in entry.top] == [(7, -0.5), (5, -1.5)]
+
+
+def test_a_text_of_tokens_the_model_does_not_have_is_refused_at_the_door(served: Served) -> None:
+    small = replace(served, vocab_size=19556)
+    with pytest.raises(
+        InvalidRequest, match="prompt holds token 19556, which the tokenizer knows and the model does not"
+    ):
+        resolved(small)
+    with pytest.raises(InvalidRequest, match=r"messages holds token \d+, which"):
+        resolved(replace(served, vocab_size=100), HELLO)
+
+
+def test_an_end_that_the_model_cannot_choose_is_left_out(served: Served) -> None:
+    assert resolved(replace(served, vocab_size=2), (1,)).sampling.stop_token_ids == ()
+
+
+def test_prompt_logprobs_are_bounded_in_all(served: Served) -> None:
+    wide = replace(served, context_length=1 << 17)
+    assert resolved(wide, (5,) * 3120, prompt_logprobs=20).prompt_logprobs == 20
+    with pytest.raises(InvalidRequest, match="20 for a prompt of 3121 tokens, 65541 logprobs in all; allowed: at most"):
+        resolved(wide, (5,) * 3121, prompt_logprobs=20)
+
+
+def test_template_variables_over_grpc_have_a_bound(served: Served) -> None:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="a")], template_kwargs=" " * (1 << 16) + "{}")
+    with pytest.raises(InvalidRequest, match=r"chat\.template_kwargs has 65538 characters"):
+        query_from_pb(pb.GenerateRequest(chat=chat), ID)

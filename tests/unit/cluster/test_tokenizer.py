@@ -127,7 +127,7 @@ def test_a_directory_is_read_as_transformers_reads_it(glassllm_dir: Path, glassl
     texts = corpus() + SCRIPTS + TEXTS
     assert [glassllm.encode(text) for text in texts] == theirs(texts)["input_ids"]
     assert glassllm.special_tokens == theirs.special_tokens_map
-    assert (glassllm.bos_token, glassllm.eos_token, glassllm.chat_template) == ("<bos>", "<eos>", None)
+    assert glassllm.chat_template is None
 
 
 # --- directories made here -------------------------------------------------------------------------------
@@ -202,7 +202,6 @@ def test_special_tokens_have_the_names_templates_know(tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text('{"unk_token": "b", "additional_special_tokens": ["<s>"]}')
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.special_tokens == {"unk_token": "b", "bos_token": "<s>", "eos_token": "</s>"}
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
 
 
 NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "of the list"}]
@@ -256,4 +255,16 @@ def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
 def test_a_broken_tokenizer_json_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_the_tokenizers_own_end_counts_beside_the_models(tmp_path: Path) -> None:
+    write_model(tmp_path, sentencepiece("b", "<end>"), {"eos_token_id": 1}, {"eos_token": "<end>"})
+    assert Tokenizer.load(tmp_path).eos_ids == (1, 259)
+
+
+@pytest.mark.parametrize("ends", [-1, "1", [1, None], 1.0, True])
+def test_an_end_that_is_no_token_id_is_refused(tmp_path: Path, ends: Any) -> None:
+    write_model(tmp_path, sentencepiece("b"), {"eos_token_id": ends}, {})
+    with pytest.raises(ConfigError, match=r"eos_token_id is .*; allowed is a token id"):
         Tokenizer.load(tmp_path)

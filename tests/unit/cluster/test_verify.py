@@ -63,3 +63,13 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_cache_too_small_to_verify_is_refused(glassllm_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text("engine: {block_size: 256, cache_tokens: 1024, max_batched_tokens: 512}")
+    done = _run("-m", "bifolio.cluster.cli", "verify", str(file), "--model", str(glassllm_dir))
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "bifolio: engine.cache_tokens is 1024; needed to verify: 2048, a block for each of 8 sequences"
+    )

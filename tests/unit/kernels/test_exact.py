@@ -50,6 +50,7 @@ def _in_an_exact_replica(script: str, *arguments: str) -> str:
 
     environment = {**os.environ, **replica_environment(load(None, {"engine.exact": True}))}
     environment.pop("OMP_NUM_THREADS")
+    environment["OMP_WAIT_POLICY"] = "passive"  # threads that spin would starve each other beside other tests
     command = [sys.executable, "-P", "-W", "error", "-c", script, *arguments]
     return subprocess.check_output(command, env=environment, text=True).strip()
 

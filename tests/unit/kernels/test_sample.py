@@ -112,12 +112,13 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_row_to_draw_from_that_is_no_distribution_is_refused(broken: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_no_distribution_is_refused(broken: float, temperature: float) -> None:
     row = torch.tensor([[1.0, broken, 2.0]])
     with pytest.raises(ValueError, match="logits: a row"):
-        draw(row)
+        draw(row, temperature=temperature)
     with pytest.raises(ValueError, match="logits: a row"):
-        draw(torch.full((1, 3), -math.inf))
+        draw(torch.full((1, 3), -math.inf), temperature=temperature)
 
 
 def test_min_p_looks_at_the_probabilities_at_the_temperature() -> None:

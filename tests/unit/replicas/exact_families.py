@@ -1,6 +1,7 @@
 """A script for `test_families.py`: logits in exact arithmetic, the same bits for any shape, family and cut.
 
-MKL_CBWR must be set before torch is loaded, so it runs in a process of its own. The argument is how many models to try.
+MKL_CBWR must be set before torch is loaded, so it runs in a process of its own. The arguments are how many models to
+try, besides those written down, and the threads.
 Matrices have 24 rows at least: with fewer, and two threads, MKL's order of sums depends on the batch, as `self_check`
 says at a replica's start.
 """
@@ -11,7 +12,7 @@ import sys
 
 import torch
 from families import logits_in_steps, random_model, tokens
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bifolio.replicas.llama import LlamaConfig
@@ -40,8 +41,6 @@ def configs(draw: st.DrawFn) -> LlamaConfig:
         rope_theta=1e4,
         max_positions=128,
         tied=draw(st.booleans()),
-        bos_id=None,
-        eos_ids=(),
         rope_scaling=draw(st.sampled_from([*SCALINGS, divided])),
         unrotated=tuple(draw(st.sets(st.integers(0, layers - 1)))),
         windows=tuple(draw(st.lists(window, min_size=layers, max_size=layers))),
@@ -56,6 +55,18 @@ def pieces(size: int) -> list[list[tuple[int, int]]]:
     return [[(0, min(size, LENGTH - begin))] for begin in range(0, LENGTH, size)]
 
 
+def shape(heads: int, kv_heads: int, head_dim: int, vocab_size: int, **features: object) -> LlamaConfig:
+    sizes = {"hidden": 96, "intermediate": 250, "layers": 2, "eps": 1e-5, "rope_theta": 1e4, "max_positions": 128}
+    return LlamaConfig(
+        vocab_size=vocab_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tied=True, **sizes, **features
+    )  # type: ignore[arg-type]
+
+
+@example(shape(9, 3, 64, 333), [32, 7])
+@example(shape(14, 2, 64, 1001, qkv_bias=True, windows=(None, 40)), [16, 64])  # Qwen2
+@example(shape(7, 1, 80, 99, qk_norm=True, rope_scaling=SCALINGS[3]), [1, 48])  # Qwen3
+@example(shape(4, 4, 128, 250, windows=(24, 24)), [32, 64])  # Mistral
+@example(shape(6, 2, 32, 77, unrotated=(1,), rope_scaling=SCALINGS[2]), [8, 33])  # SmolLM3
 @settings(max_examples=int(sys.argv[1]), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(configs(), st.lists(st.integers(1, LENGTH - 1), min_size=2, max_size=2, unique=True))
 def check(config: LlamaConfig, sizes: list[int]) -> None:
@@ -69,5 +80,6 @@ def check(config: LlamaConfig, sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[2]))
     check()
     print(f"{sys.argv[1]} models with torch.get_num_threads() = {torch.get_num_threads()}: equal to the bit")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bifolio.protos.messages import Sampling
-from bifolio.replicas.penalties import Turn
+from bifolio.replicas.penalties import SamplingState
 from bifolio.replicas.sampler import sample_tokens
 
 V, DRAWS = 40, 20_000
@@ -89,7 +89,7 @@ def chi_square(counts: Array, shares: Array) -> float:
 
 
 def draw(**options: Any) -> Array:
-    turns = [Turn(Sampling(99, seed=seed, **options), PROMPT + ANSWER, len(PROMPT)) for seed in range(DRAWS)]
+    turns = [SamplingState(Sampling(99, seed=seed, **options), PROMPT + ANSWER, len(PROMPT)) for seed in range(DRAWS)]
     ids = [id for id, _ in sample_tokens(torch.from_numpy(LOGITS).repeat(DRAWS, 1), turns)]
     return np.bincount(ids, minlength=V).astype(np.float64)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bifolio.protos.messages import Sampling
-from bifolio.replicas.penalties import Turn
+from bifolio.replicas.penalties import SamplingState
 from bifolio.replicas.sampler import sample_tokens
 
 LOGITS = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)) * 2
@@ -26,12 +26,12 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def turn(position: int = 0, **sampling: Any) -> Turn:
+def turn(position: int = 0, **sampling: Any) -> SamplingState:
     """A prompt of three tokens and an answer of `position`."""
-    return Turn(Sampling(max_tokens=99, **sampling), [1, 2, 3, *range(100, 100 + position)], 3)
+    return SamplingState(Sampling(max_tokens=99, **sampling), [1, 2, 3, *range(100, 100 + position)], 3)
 
 
-def ids(logits: torch.Tensor, turns: list[Turn]) -> list[int]:
+def ids(logits: torch.Tensor, turns: list[SamplingState]) -> list[int]:
     return [id for id, _ in sample_tokens(logits.clone(), turns)]
 
 
@@ -113,7 +113,7 @@ def test_stop_ids_keep_their_logits_where_nothing_else_is_left() -> None:
 
 def test_an_id_that_is_biased_twice_gets_both() -> None:
     row = torch.zeros(1, 10)
-    sample_tokens(row, [Turn(Sampling(1, logit_bias=((4, 1.0), (4, 2.0), (5, -1.0))), [1], 1)])
+    sample_tokens(row, [SamplingState(Sampling(1, logit_bias=((4, 1.0), (4, 2.0), (5, -1.0))), [1], 1)])
     assert row.tolist() == [[0, 0, 0, 0, 3, -1, 0, 0, 0, 0]]
 
 

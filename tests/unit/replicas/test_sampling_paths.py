@@ -16,7 +16,6 @@ import pytest
 import torch
 from split import Pair, pair
 
-from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import Delta, Request, TokenLogprobs
 from bifolio.replicas.batch import Row, build_batch
 from bifolio.replicas.kv_cache import KvCache
@@ -68,26 +67,16 @@ def batch_of_8(it: Pair) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def exact(glassllm_dir: Path) -> bool:
-    """Whether this machine can promise the same bits; else the logprobs are compared as those of any float32."""
-    try:
-        answers(glassllm_dir, lambda it: [], exact=True)
-    except ConfigError:
-        return False
-    return True
-
-
-@pytest.fixture(scope="module")
-def alone(glassllm_dir: Path, exact: bool) -> list[Delta]:
+def alone(glassllm_dir: Path) -> list[Delta]:
     """What both requests get on a replica of their own, each with the whole prompt in one chunk."""
-    how = {"split": False, "max_batched_tokens": 200, "exact": exact}
+    how = {"split": False, "max_batched_tokens": 200, "exact": True}
     return [
         answers(glassllm_dir, lambda it, o=options: [it.request(PROMPT, **o)], **how)[0]  # type: ignore[misc]
         for options in (EVERYTHING, GREEDY)
     ]
 
 
-def assert_same(got: Delta, wanted: Delta, exact: bool) -> None:
+def assert_same(got: Delta, wanted: Delta, exact: bool = True) -> None:
     assert got.tokens == wanted.tokens
     assert got.finish == wanted.finish
     for name in ("logprobs", "prompt_logprobs"):
@@ -119,21 +108,21 @@ def test_an_answer_does_what_was_asked(alone: list[Delta]) -> None:
 @pytest.mark.parametrize("how", [{"split": True}, {"split": False}], ids=["split", "whole"])
 @pytest.mark.parametrize("budget", [16, 72])
 def test_split_or_whole_in_chunks_of_any_size(
-    glassllm_dir: Path, alone: list[Delta], exact: bool, budget: int, how: dict[str, bool]
+    glassllm_dir: Path, alone: list[Delta], budget: int, how: dict[str, bool]
 ) -> None:
     def both(it: Pair) -> list[Request]:
         return [it.request(PROMPT, **EVERYTHING), it.request(PROMPT, **GREEDY)]
 
-    got = answers(glassllm_dir, both, max_batched_tokens=budget, exact=exact, **how, max_sequences=2)
+    got = answers(glassllm_dir, both, max_batched_tokens=budget, exact=True, **how, max_sequences=2)
     for ours, theirs in zip(got, alone, strict=True):
-        assert_same(ours, theirs, exact)
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
-def test_in_a_batch_of_eight(glassllm_dir: Path, alone: list[Delta], exact: bool, split: bool) -> None:
-    got = answers(glassllm_dir, batch_of_8, split=split, exact=exact)
+def test_in_a_batch_of_eight(glassllm_dir: Path, alone: list[Delta], split: bool) -> None:
+    got = answers(glassllm_dir, batch_of_8, split=split, exact=True)
     for ours, theirs in zip(got[:2], alone, strict=True):
-        assert_same(ours, theirs, exact)
+        assert_same(ours, theirs)
 
 
 def test_without_exact_the_tokens_are_the_same_and_the_logprobs_nearly(glassllm_dir: Path, alone: list[Delta]) -> None:
@@ -143,19 +132,19 @@ def test_without_exact_the_tokens_are_the_same_and_the_logprobs_nearly(glassllm_
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
-def test_resumed_from_any_cut(glassllm_dir: Path, alone: list[Delta], exact: bool, split: bool) -> None:
+def test_resumed_from_any_cut(glassllm_dir: Path, alone: list[Delta], split: bool) -> None:
     wanted = alone[0]
     cuts = range(1, len(wanted.tokens))
 
     def resumed(it: Pair) -> list[Request]:
         return [replace(it.request(PROMPT, **EVERYTHING), generated=wanted.tokens[:cut]) for cut in cuts]
 
-    for cut, got in zip(cuts, answers(glassllm_dir, resumed, split=split, exact=exact), strict=True):
+    for cut, got in zip(cuts, answers(glassllm_dir, resumed, split=split, exact=True), strict=True):
         rest = replace(wanted, tokens=wanted.tokens[cut:], logprobs=wanted.logprobs[cut:], prompt_logprobs=())
-        assert_same(got, rest, exact)
+        assert_same(got, rest)
 
 
-def test_preempted_and_resumed(glassllm_dir: Path, exact: bool) -> None:
+def test_preempted_and_resumed(glassllm_dir: Path) -> None:
     """Four answers of 64 tokens that grow out of a cache which holds two."""
     long = {**EVERYTHING, "max_tokens": 64, "min_tokens": 64}
 
@@ -163,21 +152,19 @@ def test_preempted_and_resumed(glassllm_dir: Path, exact: bool) -> None:
         return [it.request(PROMPT[i:], **long) for i in range(4)]
 
     async def crowded() -> tuple[list[Delta], int]:
-        async with pair(glassllm_dir, **{**SMALL, "cache_tokens": 256, "exact": exact}) as it:
+        async with pair(glassllm_dir, **{**SMALL, "cache_tokens": 256, "exact": True}) as it:
             out = await asyncio.gather(*(it.answer(request) for request in crowd(it)))
             await it.settled()
             return out, it.preemptions
 
-    wanted = answers(glassllm_dir, crowd, exact=exact)
+    wanted = answers(glassllm_dir, crowd, exact=True)
     got, preemptions = run(crowded())
     assert preemptions > 0
     for ours, theirs in zip(got, wanted, strict=True):
-        assert_same(ours, theirs, exact)
+        assert_same(ours, theirs)
 
 
-def test_logprobs_are_the_log_softmax_of_a_whole_forward_pass(
-    glassllm_dir: Path, alone: list[Delta], exact: bool
-) -> None:
+def test_logprobs_are_the_log_softmax_of_a_whole_forward_pass(glassllm_dir: Path, alone: list[Delta]) -> None:
     """Of the model's own logits, whatever penalties, biases and temperature made of them."""
     for delta in alone:
         tokens = [*PROMPT, *delta.tokens]

@@ -3,9 +3,12 @@ an endpoint words them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
 
 from starlette.responses import JSONResponse
 
@@ -17,6 +20,8 @@ from .words import Words
 
 logger = logging.getLogger(__name__)
 
+Worded = TypeVar("Worded")
+
 
 async def events(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGenerator[bytes, None]:
     """Server-sent events. An error before the first one is the caller's; later ones are an event of their own."""
@@ -24,8 +29,8 @@ async def events(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGene
     async with aclosing(pieces):
         try:
             async for piece in pieces:
-                for chunk in words.chunks(piece):
-                    yield event(chunk)
+                for part in await _off_the_loop_if_long(piece, partial(_events_of, piece, words)):
+                    yield part
                     begun = True
         except BifolioError as error:
             if not begun:
@@ -36,7 +41,16 @@ async def events(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGene
         yield DONE
 
 
+def _events_of(piece: Piece, words: Words) -> list[bytes]:
+    return [event(chunk) for chunk in words.chunks(piece)]
+
+
 async def whole(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGenerator[bytes, None]:
     async with aclosing(pieces):
         taken = [piece async for piece in pieces]
-    yield bytes(JSONResponse(words.whole(taken)).body)
+    yield await _off_the_loop_if_long(taken[0], lambda: bytes(JSONResponse(words.whole(taken)).body))
+
+
+async def _off_the_loop_if_long(piece: Piece, word: Callable[[], Worded]) -> Worded:
+    """The logprobs of a prompt take a moment to word, in which other streams go on."""
+    return await asyncio.to_thread(word) if piece.prompt_logprobs else word()

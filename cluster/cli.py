@@ -245,11 +245,12 @@ def _models_list(args: argparse.Namespace) -> int:
 
     from .models import list_models
 
-    table = Table("name", "state", "size", "licence")
+    table = Table("state", "size", "licence")
+    table.add_column("name", no_wrap=True)
     table.add_column("file", overflow="fold")
     for model in list_models():
-        table.add_row(model.name, model.state, decimal(model.bytes), model.licence, str(model.path))
-    Console().print(table)
+        table.add_row(model.state, decimal(model.bytes), model.licence, model.name, str(model.path))
+    Console(width=None if sys.stdout.isatty() else 300).print(table)  # in a pipe nothing is folded
     return 0
 
 

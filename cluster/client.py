@@ -87,7 +87,7 @@ class Client:
         logit_bias: Mapping[int, float] | None = None,
         min_tokens: int | None = None,
         seed: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
@@ -100,7 +100,7 @@ class Client:
         """
         query = Query(
             id=RequestId(""),
-            prompt=prompt if isinstance(prompt, str | Chat) else tuple(prompt),
+            prompt=prompt if isinstance(prompt, str | Chat) else _token_ids(prompt),
             model=model,
             max_tokens=max_tokens,
             temperature=temperature,
@@ -113,25 +113,13 @@ class Client:
             logit_bias=tuple((logit_bias or {}).items()),
             min_tokens=min_tokens,
             seed=seed,
-            stop=tuple(stop),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-        try:
-            request = query_to_pb(query)
-        except (ValueError, TypeError) as error:  # a number beyond its field, text that is not Unicode
-            numbers = {
-                "max_tokens": max_tokens,
-                "top_k": top_k,
-                "min_tokens": min_tokens,
-                "seed": seed,
-                "logprobs": logprobs,
-                "prompt_logprobs": prompt_logprobs,
-            }
-            given = ", ".join(f"{field} {value}" for field, value in numbers.items() if value is not None)
-            raise InvalidRequest(f"the request cannot be sent ({given or 'prompt'}): {error}") from error
+        request = query_to_pb(query)
         call = self._stub.Generate(request, metadata=_METADATA, timeout=timeout)
         try:
             yield from call
@@ -142,6 +130,8 @@ class Client:
 
     def _translate(self, error: Any) -> BifolioError:
         name, message = error.code().name, error.details() or "no reason given"
+        if name == "DEADLINE_EXCEEDED":
+            return Unavailable(f"{self.address} has not answered in the time that was given ({message})")
         if "http2 header with status" in message.lower():
             return Unavailable(f"{self.address} speaks HTTP but not gRPC; is it the HTTP port? ({message})")
         if name == "UNAVAILABLE" and "failed to connect" in message.lower():
@@ -154,3 +144,10 @@ class Client:
         if issubclass(kind, InvalidRequest):
             return kind(message, dict(error.trailing_metadata() or ()).get(FIELD))
         return kind(message)
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    ids = tuple(prompt)
+    if any(isinstance(each, Mapping) for each in ids):
+        raise InvalidRequest("prompt is a list of messages; a conversation is given as Chat((message, ...))", "prompt")
+    return ids

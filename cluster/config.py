@@ -121,7 +121,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply") from error
     except yaml.YAMLError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from bifolio.protos import inference_pb2 as pb
@@ -12,6 +13,7 @@ from bifolio.protos.messages import RequestId, TokenLogprobs
 
 from .chat import Chat
 from .json_body import read_object
+from .mistakes import short
 from .query import Query
 
 FIELD = "bifolio-field"  # trailing metadata of a refused call: the field of the request that is wrong
@@ -62,28 +64,48 @@ def _prompt_from_pb(request: pb.GenerateRequest) -> str | tuple[int, ...] | Chat
 
 
 def query_to_pb(query: Query) -> pb.GenerateRequest:
-    """What a client sends for a query; its id is given by the cluster. ValueError, TypeError: it cannot be sent."""
-    given = {name: value for name in _OPEN if (value := getattr(query, name)) is not None}
-    sampling = pb.Sampling(
-        **{**given, "seed": _unsigned(query.seed)},
-        logit_bias=dict(query.logit_bias),
-        stop=query.stop,
-        stop_token_ids=query.stop_token_ids,
-        ignore_eos=query.ignore_eos,
-    )
-    request = pb.GenerateRequest(model=query.model, sampling=sampling, prompt_logprobs=query.prompt_logprobs)
-    match query.prompt:
-        case str():
-            request.text = query.prompt
-        case Chat():
-            request.chat.CopyFrom(_chat_to_pb(query.prompt))
-        case ids:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=ids))
+    """What a client sends for a query; its id is given by the cluster. InvalidRequest names what cannot be sent."""
+    request = pb.GenerateRequest(model=query.model)
+    sampling = request.sampling
+    for name in _OPEN:
+        if (value := getattr(query, name)) is not None:
+            with _sent(name, value):
+                setattr(sampling, name, _unsigned(value) if name == "seed" else value)
+    for name in ("stop", "stop_token_ids"):
+        with _sent(name, getattr(query, name)):
+            getattr(sampling, name).extend(getattr(query, name))
+    for id, bias in query.logit_bias:
+        with _sent("logit_bias", {id: bias}):
+            sampling.logit_bias[id] = bias
+    sampling.ignore_eos = query.ignore_eos
+    if query.prompt_logprobs is not None:
+        with _sent("prompt_logprobs", query.prompt_logprobs):
+            request.prompt_logprobs = query.prompt_logprobs
+    with _sent("prompt", query.prompt):
+        match query.prompt:
+            case str():
+                request.text = query.prompt
+            case Chat():
+                request.chat.CopyFrom(_chat_to_pb(query.prompt))
+            case ids:
+                request.token_ids.CopyFrom(pb.TokenIds(ids=ids))
     return request
+
+
+@contextmanager
+def _sent(name: str, value: object) -> Iterator[None]:
+    """A number beyond its field, a value of another type, text that is not Unicode."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{name} is {short(repr(value))}, which cannot be sent: {error}", name) from error
 
 
 def _chat_to_pb(chat: Chat) -> pb.Chat:
     kwargs = json.dumps(dict(chat.template_kwargs), allow_nan=False) if chat.template_kwargs else ""
+    for message in chat.messages:
+        if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+            raise ValueError(f"{short(repr(message))} is no message; over gRPC each has a role and a content")
     messages = [pb.ChatMessage(**message) for message in chat.messages]
     return pb.Chat(messages=messages, continue_final_message=chat.continue_final_message, template_kwargs=kwargs)
 

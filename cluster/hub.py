@@ -47,6 +47,8 @@ def parse(source: str) -> HubModel | None:
     if match is None:
         return None
     model = HubModel(match["repo"], match["revision"], match["file"])
+    if ".." in source:
+        raise ConfigError(f"{source}: a name on the hub has no '..'")
     if model.file is not None and not model.file.endswith(".gguf"):
         raise ConfigError(
             f"{source}: {model.file} is no .gguf file; allowed: ORG/NAME:FILE.gguf, or ORG/NAME for safetensors"
@@ -61,6 +63,9 @@ def find(model: HubModel) -> Path:
         return path
     if path is not None and is_whole(path.parent):
         return path.parent
+    ggufs = sorted({each.name for folder in _snapshots(model) for each in folder.glob("*.gguf")})
+    if model.file is None and path is None and ggufs:
+        raise ConfigError(f"of {model} only {', '.join(ggufs)} is here; name it: {model}:{ggufs[0]}")
     partial = model.file is None and (path is not None or any(not is_whole(each) for each in _snapshots(model)))
     what = "is not whole" if partial else "is not here yet (it is no path, nor in the Hugging Face cache)"
     raise ConfigError(f"{model} {what}; bring it with: bifolio models pull {model}")

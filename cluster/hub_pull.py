@@ -40,12 +40,15 @@ def pull(model: HubModel, progress: Progress) -> Path:
         return _pull(model, progress)
     except (OSError, HTTPError, ValueError) as error:
         raise _refusal(model, error) from error
+    except (TypeError, AttributeError, LookupError, RecursionError) as error:  # what a liar's answer leads to
+        raise _nonsense(error) from error
 
 
 def _pull(model: HubModel, progress: Progress) -> Path:
     info = _ask(model)
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
-    assert info.sha is not None
+    if not (isinstance(info.sha, str) and all(isinstance(size, int) for size in sizes.values())):
+        raise TypeError("no commit, or sizes that are no numbers")
     if model.file is not None:
         _require_gguf(model, sizes)
         wanted = [model.file]
@@ -196,7 +199,7 @@ def _refusal(model: HubModel, error: BaseException) -> ConfigError:
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         return _refusal(model, error.__cause__)
     if isinstance(error, errors.FileMetadataError | json.JSONDecodeError):
-        return ConfigError(f"{hub} does not answer as a Hugging Face hub does ({reason}); check HF_ENDPOINT")
+        return _nonsense(error)
     if isinstance(error, errors.HFValidationError):
         return ConfigError(f"{model.repo!r} is no name of a repository: {reason}")
     if isinstance(error, errors.HTTPError):  # type: ignore[attr-defined]
@@ -205,6 +208,14 @@ def _refusal(model: HubModel, error: BaseException) -> ConfigError:
             "and HF_ENDPOINT and HTTPS_PROXY if you set them"
         )
     return ConfigError(f"{model} cannot be brought into {constants.HF_HUB_CACHE}: {reason}")
+
+
+def _nonsense(error: BaseException) -> ConfigError:
+    from huggingface_hub import constants
+
+    return ConfigError(
+        f"{constants.ENDPOINT} does not answer as a Hugging Face hub does ({_first_line(error)}); check HF_ENDPOINT"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -190,7 +190,7 @@ def _sampling(query: Query, served: Served, draw_seed: Callable[[], int]) -> Sam
         max_tokens=0,
         temperature=temperature if temperature >= COLDEST else 0.0,
         top_p=ranges.real("top_p", query.top_p, 0, 1, default=1, above=True),
-        top_k=_within(query, "top_k", 0, 2**31 - 1) or 0,
+        top_k=max(0, _within(query, "top_k", -1, 2**31 - 1) or 0),  # -1 keeps all too, as in vLLM
         min_p=ranges.real("min_p", query.min_p, 0, 1, default=0),
         # Nearer to 0, a logit divided by it would overflow
         repetition_penalty=ranges.real("repetition_penalty", query.repetition_penalty, 0.01, 10, default=1),

@@ -129,6 +129,8 @@ def _wait_until_running(config: ClusterConfig, say: Say) -> None:
             say(f"alive: {_pools(wanted, alive)}")
             before = alive
         time.sleep(LOOK_S)
+    if before != wanted:
+        say(f"alive: {_pools(wanted, wanted)}")
 
 
 def _watch(config: ClusterConfig, say: Say) -> NoReturn:

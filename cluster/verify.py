@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ def verify(config: ClusterConfig, *, long: bool) -> int:
             )
         tokens = min(64 if long else 16, most // 2)
         count = BATCH * math.ceil(LONG / (PER_TOKEN * tokens * BATCH)) if long else BATCH
+        print(f"computing {count} prompts in 6 ways, {tokens} tokens each", file=sys.stderr)
         prompts = list(itertools.islice(_prompts(tokenizer.encode(TEXT), most - tokens), count))
         with _progress() as progress:
             task = progress.add_task("reference", total=count)
@@ -93,7 +96,8 @@ def verify(config: ClusterConfig, *, long: bool) -> int:
     console.print(_table(results, verdict, reason))
     differing = sum(way.compared - way.equal for way in results)
     compared = sum(way.compared for way in results)
-    console.print(f"{differing} differences in {compared:,} token comparisons")
+    what = "differences" if exact else "rows of logits with other bits"
+    console.print(f"{differing:,} {what} in {compared:,} token comparisons")
     wrong = config.model.dtype == "float32" and verdict.mismatches > 0
     return 1 if wrong or (exact and differing) else 0
 
@@ -122,8 +126,8 @@ def _judged(answers: list[Any], model: Path, dtype: str) -> tuple[Verdict, str]:
     except Unavailable as error:
         return verdict, error.message
     with _progress() as progress:
-        for prompt, tokens in progress.track(answers, description="transformers"):
-            oracle.judge(prompt, tokens, verdict, progress.console.print)
+        for number, (prompt, tokens) in enumerate(progress.track(answers, description="transformers"), 1):
+            oracle.judge(prompt, tokens, verdict, partial(progress.console.print, f"prompt {number},"))
     return verdict, ""
 
 
@@ -142,11 +146,14 @@ def _table(results: list[Any], verdict: Verdict, reason: str) -> Table:
         others = verdict.ties + verdict.mismatches
         rate = f"{others / verdict.compared:.2%}"
         table.add_row("by transformers", f"{verdict.compared:,}", "", f"{others:,}", rate)
-        if others:
-            table.caption = f"{verdict.ties} of {others} differ from transformers' by less than {TIE:.0e} in its logits"
+        if verdict.ties:
+            table.caption = (
+                f"other tokens than transformers': {verdict.ties} of {others} are ties, closer than {TIE:.0e}"
+            )
     return table
 
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)

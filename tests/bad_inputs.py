@@ -131,7 +131,7 @@ def _wrong_values(path: str, model: Model) -> dict[str, list[Any]]:
     }
     wholes = {
         "max_tokens": [0, -1, model.context + 1, 2**31, 2**63],
-        "top_k": [-1, 2**31],
+        "top_k": [-2, 2**31],
         "min_tokens": [-1, model.context + 1],
         "seed": [2**64, -(2**63) - 1],
         "prompt_logprobs": [-1, 21],

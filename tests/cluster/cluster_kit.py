@@ -41,12 +41,12 @@ class Answer:
         return self.usage["route"]
 
 
-def post(cluster: SpawnedCluster, body: dict[str, Any] | bytes) -> tuple[int, Any]:
-    """Status and JSON body of a POST to /v1/completions."""
+def post(cluster: SpawnedCluster, body: dict[str, Any] | bytes, path: str = "/v1/completions") -> tuple[int, Any]:
+    """Status and JSON body of a POST."""
     connection = cluster.connect()
     try:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
+        connection.request("POST", path, content, {"Content-Type": "application/json"})
         with connection.getresponse() as response:
             return response.status, json.loads(response.read())
     finally:

@@ -119,13 +119,45 @@ def test_the_clusters_errors_come_back_as_themselves(
 
 def test_what_cannot_be_sent_is_refused_here(server: tuple[str, Servicer]) -> None:
     with Client(server[0]) as client:
-        for wrong in ({"top_k": 2**40}, {"seed": 2**64}, {"stop": ["\ud800"]}, {"logit_bias": {2**31: 1.0}}):
-            with pytest.raises(InvalidRequest, match="cannot be sent"):
+        for wrong in (
+            {"top_k": 2**40},
+            {"seed": 2**64},
+            {"stop": ["\ud800"]},
+            {"logit_bias": {2**31: 1.0}},
+            {"logit_bias": {"504": 1.0}},
+            {"temperature": "hot"},
+            {"prompt_logprobs": 1.5},
+        ):
+            (name,) = wrong
+            with pytest.raises(InvalidRequest, match=f"{name} is .*, which cannot be sent") as refused:
                 list(client.generate("hi", **wrong))  # type: ignore[arg-type]
+            assert refused.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([{"role": "user", "content": "hi"}], "a conversation is given as Chat"),
+        (Chat(({"role": "user"},)), "over gRPC each has a role and a content"),
+        (Chat(({"role": "user", "content": "hi", "name": "Ada"},)), "over gRPC each has a role and a content"),
+        (Chat("hi"), "'h' is no message"),  # type: ignore[arg-type]
+        ([1.5], "which cannot be sent"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_here(server: tuple[str, Servicer], prompt: Any, says: str) -> None:
+    with Client(server[0]) as client, pytest.raises(InvalidRequest, match=says) as refused:
+        list(client.generate(prompt))
+    assert refused.value.field == "prompt"
+
+
+def test_one_stop_text_may_stand_alone(server: tuple[str, Servicer]) -> None:
+    with Client(server[0]) as client:
+        list(client.generate("hi", stop="end"))
+    assert list(server[1].requests[-1].sampling.stop) == ["end"]
 
 
 def test_a_deadline_is_an_unavailable(server: tuple[str, Servicer]) -> None:
-    with Client(server[0]) as client, pytest.raises(Unavailable):
+    with Client(server[0]) as client, pytest.raises(Unavailable, match="in the time that was given"):
         list(client.generate("hang", timeout=0.1))
 
 

@@ -2,6 +2,9 @@
 
 Knows nothing about HTTP or gRPC. What the frontend yields in tokens becomes complete characters without any stop
 string; the last piece says why the answer ends and what it cost.
+
+Reading a query takes a while, in a thread. Chats have threads of their own: their template comes with the model, and
+may be slow with all of them while everything else goes on.
 """
 
 from __future__ import annotations
@@ -9,16 +12,26 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from bifolio.protos import inference_pb2 as pb
+from bifolio.protos.errors import Overloaded
 from bifolio.protos.messages import FinishReason, Request, TokenLogprobs
 
+from .chat import Chat
 from .detokenizer import Detokenizer
 from .frontend import Account, Frontend
 from .query import Query, Served, resolve
+
+PATIENCE = 2.0  # seconds that a chat waits for a thread
+CHAT_THREADS = 4  # few: a template at work shares Python's lock with everything else
+_chat_threads = ThreadPoolExecutor(CHAT_THREADS, "chat")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +52,8 @@ class Piece:
 async def answer(query: Query, served: Served, frontend: Frontend) -> AsyncGenerator[Piece, None]:
     """The pieces of one answer. Closing the generator is the cancel. Raises what `resolve` and the frontend raise."""
     account = Account()
-    resolved = await asyncio.to_thread(  # a long text takes a while, and other answers go on meanwhile
-        resolve, query, served, lambda: secrets.randbits(63)
-    )
+    chat = isinstance(query.prompt, Chat)
+    resolved = await in_thread(chat, lambda: resolve(query, served, lambda: secrets.randbits(63)))
     sampling = resolved.sampling
     request = Request(
         query.id, resolved.prompt, sampling, arrival=time.time(), prompt_logprobs=resolved.prompt_logprobs
@@ -64,6 +76,24 @@ async def answer(query: Query, served: Served, frontend: Frontend) -> AsyncGener
             yield Piece(text, tokens, finish, usage, delta.logprobs[: len(tokens)], delta.prompt_logprobs)
             if finish is not None:
                 return
+
+
+async def in_thread(chat: bool, work: Callable[[], T]) -> T:
+    """What `work` returns or raises; Overloaded if chats before this one keep all their threads."""
+    if not chat:
+        return await asyncio.to_thread(work)
+    job = _chat_threads.submit(work)
+    result = asyncio.wrap_future(job)
+    try:
+        await asyncio.wait({result}, timeout=PATIENCE)
+        if job.cancel():  # it has not begun
+            raise Overloaded(
+                "too many chats are being read, and the model's chat template is slow with them; try again later",
+                retry_after=PATIENCE,
+            )
+        return await result
+    finally:
+        result.cancel()
 
 
 def _usage(request: Request, completion_tokens: int, account: Account) -> pb.Usage:

@@ -1,30 +1,23 @@
 """A conversation put into words by the model's own chat template, as transformers does it.
 
-The template comes with the model and is run in Jinja's immutable sandbox; what a user says is data to it and is
-never evaluated. Ranges are limited by the sandbox (100,000 each), and a text by `MOST_CHARACTERS` while it grows,
-so what a template adds to a request has a bound. One expression or empty loops within loops have none: a template
-is trusted as far as that. Knows nothing of tokens, nor of the doors a chat comes in by.
+The template comes with the model and is run in a sandbox that bounds what one render takes, of time and of memory;
+what a user says is data to it and is never evaluated. Knows nothing of tokens, nor of the doors a chat comes in by.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from bifolio.protos.errors import ConfigError, InvalidRequest
 
-MOST_CHARACTERS = 1 << 26
+from .template_budget import MOST_CHARACTERS, TooMuch, budget
+from .template_sandbox import Sandbox
+
+_SANDBOX = Sandbox()
 _LONGEST_COMPLAINT = 500
 _OURS = {"messages", "add_generation_prompt", "continue_final_message"}
 _CUT = "CONTINUE_FINAL_MESSAGE_TAG "  # the last space tells whether the template trims a message's end
@@ -45,7 +38,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_content = "content" in source
         try:
-            self._template = _ENVIRONMENT.from_string(source)
+            self._template = _SANDBOX.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"the model's chat template has a mistake in line {error.lineno}: {error.message}; mend it or remove it"
@@ -84,17 +77,18 @@ class ChatTemplate:
     def _run(self, variables: dict[str, Any]) -> str:
         parts, length = [], 0
         try:
-            for part in self._template.generate(variables):
-                parts.append(part)
-                length += len(part)
-                if length > MOST_CHARACTERS:
-                    raise jinja2.TemplateError(f"the text is longer than {MOST_CHARACTERS} characters")
+            with budget():
+                for part in self._template.generate(variables):
+                    parts.append(part)
+                    length += len(part)
+                    if length > MOST_CHARACTERS:
+                        raise TooMuch(f"the text is longer than {MOST_CHARACTERS} characters")
+            return "".join(parts)
         except Exception as error:  # a template may fail in any way a program can: it is what was asked that it minds
             complaint = str(error) or type(error).__name__
             raise InvalidRequest(
                 f"the model's chat template does not take these messages: {complaint[:_LONGEST_COMPLAINT]}", "messages"
             ) from None
-        return "".join(parts)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,75 +135,3 @@ def _cut(text: str, last: str) -> str:
             "messages",
         )
     return text[:at] if text.startswith(_CUT, at) else text[:at].rstrip()
-
-
-class _Generation(Extension):
-    """{% generation %}...{% endgeneration %} marks what a model said, for training; here it is only its content."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-    def _content(self, caller: Macro) -> str:
-        return caller()
-
-
-class _Dict:
-    """`dict` without the attributes of a class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(Namespace):
-    """Refuses names with an underscore first, by which templates have left the sandbox."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args  # so that namespace(self=...) is possible
-        values = dict(*rest, **kwargs)
-        for name in values:
-            _check_name(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no name that begins with an underscore: {name!r}")
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Without HTML escapes, unlike Jinja's own."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda format: datetime.now().strftime(format),
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
-    return environment
-
-
-_ENVIRONMENT = _environment()

@@ -53,6 +53,9 @@ _CUTS: dict[str, tuple[str, ...]] = {
 _WHOLE_TOKENS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}
 _COMPOSED = {"qwen2", "deepseek-r1-qwen"}  # text is brought to NFC first, which llama.cpp itself leaves out
 
+# Merges that are looked for grow with the square of a token's length; real vocabularies have some two for each token
+_LONGEST = 256
+_MOST_MERGES = (10_000, 8)  # of a vocabulary, and for each token besides
 _ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message: an answer is over at each
 _NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # in GGUF -> in templates
 
@@ -62,15 +65,13 @@ def read_gguf(path: Path) -> Vocabulary:
     _known(metadata, "general.architecture", ["llama", "qwen2", "qwen3"])
     kind = _known(metadata, "tokenizer.ggml.model", ["gpt2", "llama"])
     try:
-        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-        types = _for_each(tokens, metadata, "tokenizer.ggml.token_type")
+        tokens: list[str] = _list(metadata, "tokenizer.ggml.tokens", str)
+        types = _for_each(tokens, metadata, "tokenizer.ggml.token_type", int)
         metadata["tokenizer.ggml.eos_token_id"]
+        ids = _named(metadata, tokens)
         backend, begins = (_byte_level if kind == "gpt2" else _sentencepiece)(metadata, tokens)
     except KeyError as error:
         raise ConfigError(f"{path} has no {error.args[0]} in its metadata; needed to tokenize") from error
-    ids = {name: metadata[key] for name in (*_NAMES, *_ENDS) if (key := f"tokenizer.ggml.{name}_token_id") in metadata}
-    if beyond := {name: id for name, id in ids.items() if not 0 <= id < len(tokens)}:
-        raise ConfigError(f"{path} names tokens that it has not: {beyond} of {len(tokens)}; get the file again")
     ends = [ids[name] for name in _ENDS if name in ids]
     special = {id for id, type in enumerate(types) if type in (_UNKNOWN, _CONTROL)} | {*ends, ids.get("bos", ends[0])}
     backend.add_tokens(
@@ -80,7 +81,10 @@ def read_gguf(path: Path) -> Vocabulary:
             if id in special or type == _USER_DEFINED
         ]
     )
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token")
+    add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", None)
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{path}: tokenizer.chat_template is {template!r}; allowed is a text")
     if add_bos and "bos" not in ids:
         raise ConfigError(f"{path} asks for a beginning-of-sequence token (add_bos_token) but names none")
     return Vocabulary(
@@ -88,7 +92,7 @@ def read_gguf(path: Path) -> Vocabulary:
         prefix=(ids["bos"],) if (begins if add_bos is None else add_bos) and "bos" in ids else (),
         eos_ids=tuple(ends),
         special_tokens={f"{theirs}_token": tokens[ids[ours]] for ours, theirs in _NAMES.items() if ours in ids},
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
     )
 
 
@@ -99,8 +103,32 @@ def _known(metadata: GgufFile, key: str, allowed: Iterable[str]) -> str:
     return str(value)
 
 
-def _for_each(tokens: list[str], metadata: GgufFile, key: str) -> list[Any]:
-    values: list[Any] = metadata[key]
+def _named(metadata: GgufFile, tokens: list[str]) -> dict[str, int]:
+    """The tokens with a task of their own: GGUF's name -> id."""
+    ids = {name: metadata[key] for name in (*_NAMES, *_ENDS) if (key := f"tokenizer.ggml.{name}_token_id") in metadata}
+    if beyond := {name: id for name, id in ids.items() if type(id) is not int or not 0 <= id < len(tokens)}:
+        raise ConfigError(
+            f"{metadata.path} names tokens that it has not: {beyond} of {len(tokens)}; get the file again"
+        )
+    return ids
+
+
+def _flag(metadata: GgufFile, key: str, otherwise: bool | None) -> bool | None:
+    value = metadata.get(key, otherwise)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{metadata.path}: {key} is {value!r}; allowed is true or false")
+    return value
+
+
+def _list(metadata: GgufFile, key: str, of: type) -> list[Any]:
+    values = metadata[key]
+    if not isinstance(values, list) or not all(type(each) is of for each in values):
+        raise ConfigError(f"{metadata.path}: {key} is no list of {of.__name__}; get the file again")
+    return values
+
+
+def _for_each(tokens: list[str], metadata: GgufFile, key: str, of: type) -> list[Any]:
+    values = _list(metadata, key, of)
     if len(values) != len(tokens):
         raise ConfigError(f"{metadata.path}: {key} has {len(values)} entries for {len(tokens)} tokens; get it again")
     return values
@@ -123,11 +151,16 @@ def _byte_level(metadata: GgufFile, tokens: list[str]) -> tuple[Any, bool]:
 
 def _sentencepiece(metadata: GgufFile, tokens: list[str]) -> tuple[Any, bool]:
     """As Llama 2's tokenizer.json: a space before every stretch of text, also those after special tokens."""
-    prefix_space: bool = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix_space = _flag(metadata, "tokenizer.ggml.add_space_prefix", True)
     if "tokenizer.ggml.merges" in metadata:
         merges = _merges(metadata)
     else:
-        merges = merges_by_score(tokens, _for_each(tokens, metadata, "tokenizer.ggml.scores"))
+        scores = _for_each(tokens, metadata, "tokenizer.ggml.scores", float)
+        if longest := max((token for token in tokens if len(token) > _LONGEST), key=len, default=None):
+            raise ConfigError(
+                f"{metadata.path}: a token of {len(longest)} characters; allowed without merges are {_LONGEST}"
+            )
+        merges = merges_by_score(tokens, scores)
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     backend = _build(
         metadata.path,
@@ -143,20 +176,23 @@ def _sentencepiece(metadata: GgufFile, tokens: list[str]) -> tuple[Any, bool]:
 def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """The merges that SentencePiece's BPE performs: any two tokens that make a token, the best score first.
 
-    The same order as transformers' `generate_merges`, also among equal scores.
+    The same order as transformers' `generate_merges`, also among equal scores. ValueError where they are countless.
     """
     ids = _vocab(tokens)
     found = []
     for token, score in {token: scores[id] for token, id in ids.items()}.items():
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        pairs = [(left, right) for left, right in pairs if left in ids and right in ids]
-        found += [(score, *pair) for pair in sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
+        splits = ((ids.get(token[:cut]), ids.get(token[cut:])) for cut in range(1, len(token)))
+        pairs = sorted((left, right) for left, right in splits if left is not None and right is not None)
+        found += [(score, tokens[left], tokens[right]) for left, right in pairs]
+        if len(found) > _MOST_MERGES[0] + _MOST_MERGES[1] * len(tokens):
+            raise ValueError(f"{len(tokens)} tokens with more than {len(found) - 1} merges")
     found.sort(key=lambda each: (each[0], len(each[1]), len(each[2])), reverse=True)
     return [(left, right) for _, left, right in found]
 
 
 def _merges(metadata: GgufFile) -> list[Any]:
-    return [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]  # pairs, or `_build` refuses
+    merges = _list(metadata, "tokenizer.ggml.merges", str)
+    return [tuple(merge.split(" ")) for merge in merges]  # pairs, or `_build` refuses
 
 
 def _vocab(tokens: list[str]) -> dict[str, int]:

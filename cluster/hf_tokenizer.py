@@ -37,6 +37,10 @@ def read_directory(path: Path) -> Vocabulary:
     match settings.get("add_bos_token"):
         case None:
             prefix = _written_first(json.loads(backend.to_str())["post_processor"], path)
+            if lacking := [id for id in prefix if backend.id_to_token(id) is None]:
+                raise ConfigError(f"{path / 'tokenizer.json'} begins prompts with tokens that it has not: {lacking}")
+        case add_bos if not isinstance(add_bos, bool):
+            raise ConfigError(f"{path}: add_bos_token is {add_bos!r}; allowed is true or false")
         case add_bos:
             if add_bos and bos is None:
                 raise ConfigError(f"{path} asks for a beginning-of-sequence token (add_bos_token) but names none")
@@ -76,9 +80,11 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     if template is None:
         template = _read_json(path / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several, each with a name
-        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named = [each.get("template") for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = named[-1] if named else None
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{path}: chat_template is {template!r}; allowed is a text, or a list of named ones")
+    return template
 
 
 def _written_first(processor: dict[str, Any] | None, path: Path) -> list[int]:
@@ -112,7 +118,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}; an object is needed")

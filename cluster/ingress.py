@@ -27,7 +27,7 @@ from bifolio.protos.errors import BifolioError, Unavailable
 from bifolio.protos.messages import RequestId
 from bifolio.replicas.model_files import model_config
 
-from .answer import Piece, answer
+from .answer import Piece, answer, in_thread
 from .bodies import events, whole
 from .chat import ChatTemplate
 from .chat_schema import ChatRequest
@@ -98,7 +98,7 @@ class Ingress:
     @api.post("/tokenize")
     async def tokenize(self, request: Request) -> Any:
         asked = await self._read(request, TokenizeRequest)
-        return await asyncio.to_thread(asked.answer, self._served)
+        return await in_thread(asked.messages is not None, lambda: asked.answer(self._served))
 
     @api.post("/detokenize")
     async def detokenize(self, request: Request) -> Any:
@@ -169,6 +169,8 @@ class Ingress:
             async with aclosing(self._answer(query)) as pieces:
                 async for piece in pieces:
                     if piece.tokens or piece.finish:
+                        prompt = piece.prompt_logprobs
+                        of_prompt = await asyncio.to_thread(logprobs_to_pb, prompt) if prompt else []
                         yield pb.GenerateResponse(
                             text=piece.text,
                             token_ids=piece.tokens,
@@ -176,7 +178,7 @@ class Ingress:
                             usage=piece.usage,
                             request_id=id,
                             logprobs=logprobs_to_pb(piece.logprobs),
-                            prompt_logprobs=logprobs_to_pb(piece.prompt_logprobs),
+                            prompt_logprobs=of_prompt,
                         )
 
     async def ListModels(self, request: pb.ListModelsRequest, grpc_context: Any) -> pb.ListModelsResponse:

@@ -16,6 +16,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from bifolio.replicas.model_files import refusing_nonsense
+
 from .gguf_tokenizer import read_gguf
 from .hf_tokenizer import read_directory
 from .token_text import text_rule
@@ -36,9 +38,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
-        """From a .gguf file or a Hugging Face model directory."""
+        """From a .gguf file or a Hugging Face model directory. Raises ConfigError, whatever is wrong with them."""
         path = Path(path)
-        return cls(read_directory(path) if path.is_dir() else read_gguf(path))
+        with refusing_nonsense(path):
+            return cls(read_directory(path) if path.is_dir() else read_gguf(path))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Special tokens written in the text are recognised, as in transformers.

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bifolio.protos.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -17,3 +19,10 @@ class Vocabulary:
     eos_ids: tuple[int, ...]  # each of them ends an answer
     special_tokens: Mapping[str, str]  # under the names chat templates know: bos_token, eos_token, pad_token, ...
     chat_template: str | None  # Jinja; None for a model that was not made for chats
+
+    def __post_init__(self) -> None:
+        for name, text in {"chat_template": self.chat_template or "", **self.special_tokens}.items():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can spell half a character, which no prompt can hold
+                raise ConfigError(f"{name} of the tokenizer is no text ({error}); get its files again") from error

@@ -26,6 +26,8 @@ from bifolio.protos.errors import ConfigError
 # value type -> struct code; 8 is a string, 9 an array
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_DEEPEST = 8  # arrays in arrays; llama.cpp reads none
+_MOST_DIMS = 4  # as in ggml
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
@@ -56,6 +58,8 @@ class GgufFile(Mapping[str, Any]):
         self.path = path
         self._values: dict[str, tuple[int, int]] = {}  # key -> (value type, where the value starts)
         self._tensors: dict[str, _TensorInfo] = {}
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist, or is no file; allowed is a .gguf file or a model directory")
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise ConfigError(f"{path} is not a GGUF file; allowed is a .gguf file or a model directory")
@@ -99,14 +103,20 @@ class GgufFile(Mapping[str, Any]):
             (kind,) = _U32.unpack_from(self._data, at)
             self._values[key] = (kind, at + 4)
             at = self._skip(kind, at + 4)
+            if at > len(self._data):
+                raise ValueError(f"the value of {key} goes on behind the end")
         found = []
         for _ in range(tensors):
             name, at = self._string(at)
             (dims,) = _U32.unpack_from(self._data, at)
+            if dims > _MOST_DIMS:
+                raise ConfigError(f"{self.path}: {name} has {dims} dimensions; allowed are {_MOST_DIMS} at most")
             *shape, kind, offset = struct.unpack_from(f"<{dims}QIQ", self._data, at + 4)
             at += 4 + 8 * dims + 12
             found.append((name, kind, tuple(reversed(shape)), offset))  # the file counts axes from the innermost
         alignment = self.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ConfigError(f"{self.path}: general.alignment is {alignment!r}; allowed is a power of two")
         base = -(-at // alignment) * alignment
         for name, kind, shape_, offset in found:
             if not _readable(kind):
@@ -116,6 +126,10 @@ class GgufFile(Mapping[str, Any]):
                     f"{self.path}: {name} is stored as {stored}, which cannot be read; quantise it otherwise"
                 )
             elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            if 0 in shape_ or (shape_[-1] if shape_ else 1) % elements:
+                raise ConfigError(
+                    f"{self.path}: {name} is {list(shape_)}; allowed are rows of a multiple of {elements}, and no 0"
+                )
             if base + offset + math.prod(shape_) * size // elements > len(self._data):
                 raise ConfigError(f"{self.path} ends before tensor {name} does; get the file again")
             self._tensors[name] = _TensorInfo(kind, shape_, base + offset)
@@ -124,18 +138,20 @@ class GgufFile(Mapping[str, Any]):
         end = at + 8 + _U64.unpack_from(self._data, at)[0]
         return self._data[at + 8 : end].decode(), end
 
-    def _skip(self, kind: int, at: int) -> int:
+    def _skip(self, kind: int, at: int, depth: int = 0) -> int:
         """Where the value that starts at `at` ends."""
         if kind == _STRING:
             return int(at + 8 + _U64.unpack_from(self._data, at)[0])
         if kind != _ARRAY:
             return at + struct.calcsize(_SCALARS[kind])
+        if depth == _DEEPEST:
+            raise ValueError(f"arrays nested deeper than {_DEEPEST}")
         inner, count = struct.unpack_from("<IQ", self._data, at)
         at += 12
         if inner in _SCALARS:
             return int(at + count * struct.calcsize(_SCALARS[inner]))
         for _ in range(count):
-            at = self._skip(inner, at)
+            at = self._skip(inner, at, depth + 1)
         return at
 
     def _decode(self, kind: int, at: int) -> tuple[Any, int]:

@@ -4,14 +4,17 @@ order. What llama.cpp would compute and this engine does not is a ConfigError.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from bifolio.protos.errors import ConfigError
 
 from .gguf_file import GgufFile
-from .model_config import LlamaConfig, only, reader
-from .rope_scaling import Divided, Linear, RopeScaling, Yarn, yarn_attention_factor
+from .model_config import MOST, THETA, LlamaConfig
+from .model_values import number, only, reader, whole
+from .rope_scaling import RopeScaling, divided, linear, yarn
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -29,6 +32,13 @@ _BLOCK = {
     "mlp.down_proj": "ffn_down",
 }
 _TOP_BACK, _BLOCK_BACK = ({theirs: ours for ours, theirs in names.items()} for names in (_TOP, _BLOCK))
+_SIZES = {
+    "embedding_length": "hidden",
+    "attention.head_count": "heads",
+    "feed_forward_length": "intermediate",
+    "block_count": "layers",
+    "context_length": "max_positions",
+}
 _DIVISORS = "rope_freqs.weight"
 # Of the keys under the architecture's name: those that are read here, or have no part in the arithmetic.
 _KNOWN = {
@@ -47,8 +57,10 @@ def read_gguf(file: GgufFile) -> LlamaConfig:
     only("the number of files of this GGUF model (merge them)", file.get("split.count") or 1, 1)
     _refuse_the_unknown(file, arch)
     need = reader(file, "GGUF metadata", f"{arch}.")
-    hidden, heads = int(need("embedding_length")), int(need("attention.head_count"))
-    head_dim = int(file.get(f"{arch}.attention.key_length", hidden // heads))
+    hidden, heads, intermediate, layers, context = (
+        whole(f"{arch}.{key}", need(key), MOST[field]) for key, field in _SIZES.items()
+    )
+    head_dim = file.get(f"{arch}.attention.key_length", hidden // heads)
     only("the length of values", file.get(f"{arch}.attention.value_length", head_dim), head_dim)
     only("rope dimensions", file.get(f"{arch}.rope.dimension_count", head_dim), head_dim)
     only("attention.causal", file.get(f"{arch}.attention.causal", True), True)
@@ -56,16 +68,16 @@ def read_gguf(file: GgufFile) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=shapes.get("token_embd.weight", (1,))[0],
         hidden=hidden,
-        intermediate=int(need("feed_forward_length")),
-        layers=int(need("block_count")),
+        intermediate=intermediate,
+        layers=layers,
         heads=heads,
-        kv_heads=int(file.get(f"{arch}.attention.head_count_kv", heads)),
+        kv_heads=file.get(f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
         eps=_shortest(need("attention.layer_norm_rms_epsilon")),
-        rope_theta=_shortest(file.get(f"{arch}.rope.freq_base", 10000.0)),
-        max_positions=int(need("context_length")),
+        rope_theta=number("rope.freq_base", _shortest(file.get(f"{arch}.rope.freq_base", 10000.0)), *THETA),
+        max_positions=context,
         tied="output.weight" not in shapes,
-        rope_scaling=_rope_scaling(file, arch, int(need("context_length"))),
+        rope_scaling=_rope_scaling(file, arch, context, head_dim),
         qkv_bias=arch == "qwen2" or "blk.0.attn_q.bias" in shapes,  # elsewhere only the tensors tell
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
@@ -100,7 +112,7 @@ def _refuse_the_unknown(file: GgufFile, arch: str) -> None:
         )
 
 
-def _rope_scaling(file: GgufFile, arch: str, context: int) -> RopeScaling | None:
+def _rope_scaling(file: GgufFile, arch: str, context: int, head_dim: int) -> RopeScaling | None:
     """As llama.cpp reads it: a factor of 0 is none, and a factor without a type is linear."""
     key = f"{arch}.rope.scaling."
     factor = _shortest(file.get(f"{key}factor") or file.get(f"{arch}.rope.scale_linear") or 1.0)
@@ -108,18 +120,14 @@ def _rope_scaling(file: GgufFile, arch: str, context: int) -> RopeScaling | None
     only("rope scaling", kind, "none", "linear", "yarn")
     scaling: RopeScaling | None = None
     if kind == "linear" and factor != 1.0:
-        scaling = Linear(factor)
+        scaling = linear(factor)
     elif kind == "yarn":
-        scaling = Yarn(
-            factor,
-            int(file.get(f"{key}original_context_length", context)),
-            yarn_attention_factor(factor),
-            _shortest(file.get(f"{key}yarn_beta_fast", 32.0)),
-            _shortest(file.get(f"{key}yarn_beta_slow", 1.0)),
-        )
-    if arch == "llama" and _DIVISORS in file.shapes:
+        betas = (_shortest(file.get(f"{key}yarn_beta_{which}")) for which in ("fast", "slow"))
+        scaling = yarn(factor, file.get(f"{key}original_context_length", context), *betas)
+    if arch == "llama" and (shape := file.shapes.get(_DIVISORS)):
         only(f"rope scaling beside {_DIVISORS}", scaling, None)
-        return Divided(tuple(file.tensor(_DIVISORS).tolist()))
+        only(f"the shape of {_DIVISORS}", shape, (head_dim // 2,))
+        return divided(file.tensor(_DIVISORS).tolist())
     return scaling
 
 
@@ -150,6 +158,7 @@ def _hf_name(name: str) -> str:
     return name
 
 
-def _shortest(stored: float) -> float:
-    """The decimal that was meant by a float32: GGUF stores 1e-5 as 9.999999747378752e-06."""
-    return float(str(np.float32(stored)))
+def _shortest(stored: Any) -> Any:
+    """The decimal that was meant by a float32: GGUF stores 1e-5 as 9.999999747378752e-06. What is no float stays."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(stored))) if isinstance(stored, float) else stored

@@ -6,13 +6,25 @@ They differ in a few yes or no questions, all of them here. Where the answers co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from bifolio.protos.errors import ConfigError
 
-from .rope_scaling import Divided, RopeScaling
+from .model_values import number, whole
+from .rope_scaling import RopeScaling, Yarn
+
+# Above what any model has, and soon enough that nothing is listed, looped over or allocated by a number of nonsense
+MOST = {
+    "vocab_size": 2**24,
+    "hidden": 2**20,
+    "intermediate": 2**20,
+    "layers": 2**11,
+    "heads": 2**14,
+    "kv_heads": 2**14,
+    "max_positions": 2**31,
+}
+EPS = (1e-20, 0.5)
+THETA = (1, 2.0**64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +49,19 @@ class LlamaConfig:
     qk_norm: bool = False  # queries and keys are normed per head before they are rotated
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden", "intermediate", "layers", "heads", "kv_heads", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model: {name} is {getattr(self, name)}; allowed is 1 or more")
+        for name, most in MOST.items():
+            whole(name, getattr(self, name), most)
+        number("the eps of the norms", self.eps, *EPS)
+        number("rope_theta", self.rope_theta, *THETA)
+        if self.rope_theta == 1 and isinstance(self.rope_scaling, Yarn):
+            raise ConfigError("model: rope_theta is 1; allowed for YaRN is more")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model: {self.heads} heads; allowed is a multiple of {self.kv_heads}, its KV heads")
-        if not 32 <= self.head_dim <= 256 or self.head_dim % 2:
-            raise ConfigError(f"model: head_dim is {self.head_dim}; allowed is an even number from 32 to 256")
-        if any(window is not None and window < 1 for window in self.windows):
-            raise ConfigError(f"model: the attention windows are {self.windows}; allowed is 1 or more")
-        if isinstance(self.rope_scaling, Divided) and len(self.rope_scaling.divisors) != self.head_dim // 2:
-            got = len(self.rope_scaling.divisors)
-            raise ConfigError(f"model: {got} divisors of the rope frequencies; allowed is {self.head_dim // 2}")
+        if type(self.head_dim) is not int or not 32 <= self.head_dim <= 256 or self.head_dim % 2:
+            raise ConfigError(f"model: head_dim is {self.head_dim!r}; allowed is an even number from 32 to 256")
+        for window in self.windows:
+            if window is not None:
+                whole("an attention window", window, MOST["max_positions"])
         assert len(self.windows) in (0, self.layers), "one window for each layer"
 
     def window(self, layer: int) -> int | None:
@@ -83,20 +96,3 @@ class LlamaConfig:
         if not self.tied:
             names["lm_head.weight"] = (self.vocab_size, self.hidden)
         return names
-
-
-def only(what: str, got: object, *allowed: object) -> None:
-    """A ConfigError unless `got` is one of those allowed."""
-    if got not in allowed:
-        raise ConfigError(f"model: {what} is {got!r}; allowed is {' or '.join(map(repr, allowed))}")
-
-
-def reader(source: Mapping[str, Any], where: str, prefix: str = "") -> Callable[[str], Any]:
-    """A function that gets what must be there, or raises a ConfigError."""
-
-    def need(key: str) -> Any:
-        if source.get(prefix + key) is None:
-            raise ConfigError(f"model: {where} has no {prefix + key!r}, which is needed")
-        return source[prefix + key]
-
-    return need

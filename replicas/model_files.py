@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,40 @@ _INDEX = "model.safetensors.index.json"
 _SAMPLE = 1024
 _SAMPLE_EVERY = 1 << 20
 _MOST_SAMPLES = 4096
+_LONGEST = 600  # characters of a message
+_NONSENSE = (ValueError, TypeError, AttributeError, ArithmeticError, LookupError, RecursionError, OSError)
 
 
 def model_config(source: Path) -> LlamaConfig:
     """What the model is, without its weights: some milliseconds. Raises ConfigError."""
-    try:
+    with refusing_nonsense(source):
         return _read_config(source)
-    except (ValueError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
-        raise ConfigError(
-            f"model: the configuration of {source} makes no sense ({type(error).__name__}: {error}); get it again"
-        ) from error
+
+
+@contextmanager
+def refusing_nonsense(source: Path) -> Iterator[None]:
+    """Whatever nonsense in a model's files leads to, wherever it is met, as a ConfigError of one line.
+
+    The readers check what they can name; this is for the rest: a number where a list should be, a thousand brackets.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if (line := _one_line(error.message)) == error.message:
+            raise
+        raise ConfigError(line) from error
+    except _NONSENSE as error:
+        line = f"model: {source} cannot be read ({type(error).__name__}: {error}); get it again"
+        raise ConfigError(_one_line(line)) from error
+
+
+def _one_line(message: str) -> str:
+    """Without what no terminal shows, and without the middle, where the file's own words are, if those are long."""
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST * 2 // 3]} ... {message[-_LONGEST // 4 :]}"
+    if message.isprintable():
+        return message
+    return "".join(each if each.isprintable() else " " for each in message)
 
 
 def _read_config(source: Path) -> LlamaConfig:
@@ -55,8 +80,9 @@ def check_model(source: Path) -> LlamaConfig:
     Raises ConfigError for another architecture, and for tensors that are missing, misshapen or not known.
     """
     config = model_config(source)
-    shapes = tensor_shapes(GgufFile(source)) if source.is_file() else _safetensors_shapes(source)
-    _compare(source, config.tensors(), {n: shape for n, shape in shapes.items() if not _redundant(n, config)})
+    with refusing_nonsense(source):
+        shapes = tensor_shapes(GgufFile(source)) if source.is_file() else _safetensors_shapes(source)
+        _compare(source, config.tensors(), {n: shape for n, shape in shapes.items() if not _redundant(n, config)})
     return config
 
 
@@ -87,12 +113,20 @@ def fingerprint(source: Path) -> str:
 def safetensors_files(source: Path) -> list[Path]:
     """The directory's weight files in one order for every process."""
     index = source / _INDEX
-    names = sorted(set(_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    files = [source / name for name in names]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"model: {file} does not exist; needed is every weight file, also of {_INDEX}")
-    return files
+    with refusing_nonsense(source):
+        names = _indexed(index) if index.exists() else ["model.safetensors"]
+        files = [source / name for name in names]
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(f"model: {file} does not exist; needed is every weight file, also of {_INDEX}")
+        return files
+
+
+def _indexed(index: Path) -> list[str]:
+    placed = _json(index).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise ConfigError(f"model: {index} has no weight_map; needed is the name of a file for each tensor")
+    return sorted(set(placed.values()))
 
 
 def _safetensors_shapes(source: Path) -> dict[str, tuple[int, ...]]:
@@ -122,13 +156,15 @@ def _compare(source: Path, expected: Shapes, found: Shapes) -> None:
         if name in found and found[name] != shape
     ]
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ConfigError(f"model: the tensors of {source} do not fit its configuration: {shown}")
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: {path} cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"model: {path} holds a {type(content).__name__}; an object is needed")
     return content

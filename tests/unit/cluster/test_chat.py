@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+from bifolio.cluster import answer as answer_module
 from bifolio.cluster import chat as chat_module
+from bifolio.cluster import template_budget
+from bifolio.cluster.answer import CHAT_THREADS, in_thread
 from bifolio.cluster.chat import Chat, ChatTemplate
 from bifolio.cluster.tokenizer import Tokenizer
-from bifolio.protos.errors import ConfigError, InvalidRequest
+from bifolio.protos.errors import ConfigError, InvalidRequest, Overloaded
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 Messages = list[dict[str, Any]]
@@ -132,6 +138,23 @@ def test_a_rendered_chat_has_its_own_special_tokens(smollm2_gguf: Path, template
         "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}{{ messages[0].name is defined }}",
         "{{ messages[-1]['content'].strip().split('a')[-1] | upper }}{{ range(3) | list }}",
         "{% macro said(m) %}{{ m.role }}:{{ m.content }}{% endmacro %}{{ said(messages[0]) }}",
+        "{{ 'a' ~ 1 ~ none ~ [2] ~ nobody }}{% autoescape true %}{{ extra ~ '>' ~ ('&' | safe) }}{% endautoescape %}",
+        "{{ ('<{}>' | safe).format('<') }}{{ '{0:>5}|{a[0]!r}'.format(1, a='x') }}{{ '{a}'.format_map({'a': 1}) }}",
+        "{{ '%5.1f|%-4s|%%|%(a)s' % {'a': 'é'} }}",
+        "{{ '%5.1f|%-4s|%%|%r' % (2.25, 'x', 'y') }}{{ '%s' | format(messages) }}{{ '<%s>' % 'é' }}{{ 7 % 3 }}",
+        "{{ [[1], [2]] + [[3]] }}{{ 'ab' * 3 }}{{ 2 * [0] }}{{ (1, 2) + (3,) }}{{ 2 ** 64 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}",
+        "{{ messages[1:] }}{{ 'abcdef'[::2] }}{{ messages[::-1] | map(attribute='role') | join(', ') }}",
+        "{% for x in 'abc' %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ loop.nextitem }},{% endfor %}",
+        "{% for x in nobody %}x{% else %}none{% endfor %}{% for k, v in messages[0] | items %}{{ k }}{% endfor %}",
+        "{% for x in [1, 2, 3] if x != 2 %}{{ x }}{{ loop.revindex }}{% endfor %}{% for x in none %}{% endfor %}",
+        "{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable else x }}{{ loop.depth }}{% endfor %}",
+        "{{ 'a\nb' | indent(2, true) }}{{ 'a\nb' | indent('--') }}{{ 'aXbX' | replace('X', 'YY') | center(20) }}",
+        "{{ [1, 2.5] | sum }}{{ [3, 1] | sort | list }}{{ 'cab' | list }}{{ [1, 2, 3] | batch(2) | list }}",
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages | map('length') | list }}",
+        "{{ 'a b'.split() }}{{ ' a,b '.strip().rsplit(',', 1) }}{{ 'a\nb'.splitlines() }}{{ '-'.join(['a', 'b']) }}",
+        "{{ 'aa'.replace('a', 'b', 1) }}{{ 'a'.ljust(5) }}{{ '7'.zfill(3) }}{{ ''.join([]) }}{{ 'x'.join([1]) }}",
+        "{% set x %}a{{ 1 }}{% endset %}{% filter upper %}{{ x }}{% endfilter %}{% call dict() %}{% endcall %}",
+        "{{ messages | tojson(indent='-') }}{{ messages | tojson(separators=(',', ':'), ensure_ascii=true) }}",
     ],
 )
 def test_a_template_has_what_transformers_gives_it(theirs: Any, source: str) -> None:
@@ -183,6 +206,138 @@ def test_a_template_that_fails_is_the_requests_mistake(source: str, says: str) -
     assert caught.value.field == "messages"
     assert caught.value.__cause__ is None
     assert "/" not in caught.value.message
+
+
+NESTED = "{% set n = namespace(l=[0, 1]) %}{% for i in range(99) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
+TOO_MUCH = {
+    "a width or a count": [
+        "{{ 'a'.center(10 ** 9) }}",
+        "{{ 'a'.ljust(width) }}",
+        "{{ 'a'.zfill(*[10 ** 9]) }}",
+        "{% for m in ['a'] | map(attribute='rjust') %}{{ m(10 ** 9) }}{% endfor %}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%.1000000000f' % 1 }}",
+        "{{ '%(a)01000000000d' | format(a=1) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:00000000000000001000000000}'.format(1) }}",
+        "{{ '{a:{w}}'.format_map({'a': 1, 'w': width}) }}",
+        "{{ 'a\nb' | indent(1000000000) }}",
+        "{{ 'a' | center(width=1000000000) }}",
+        "{{ [['a', 1000000000]] | map('last') | map('string') | list }}{{ ['a'] | map('center', 10 ** 9) | list }}",
+        "{{ [1] | batch(1000000000, 0) | list }}",
+        "{{ [1] | slice(1000000000) | list }}",
+        "{{ 1 | round(1000000000, 'floor') }}",
+    ],
+    "with % in a way": ["{{ '%*d' % (width, 1) }}", "{{ '%((a))1000000000d' % {'(a)': 1} }}"],
+    "longer than 67108864 characters": [
+        "{{ 'a' * 10 ** 9 }}",
+        "{{ width * 'a' }}",
+        "{{ [0] * 10 ** 9 }}",
+        "{{ (0,) * 10 ** 9 }}",
+        "{{ 'a' * 10 ** 7 * 10 }}",
+        "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s=[0]) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = [n.s, n.s] | join %}{% endfor %}",
+        "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = '%s%s' % (n.s, n.s) %}{% endfor %}",
+        "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = '{0}{0}'.format(n.s) %}{% endfor %}",
+        "{% set n = namespace(s='ab') %}{% for i in range(99) %}"
+        "{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}{% endfor %}",
+        "{% macro m(s) %}{{ s }}{{ s }}{% endmacro %}"
+        "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = m(n.s) %}{% endfor %}",
+        "{% set s = 'a' * 10 ** 6 %}{{ s.replace('a', s) }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ s | replace('a', s) }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ s.join(s) }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ s | join(s) }}",
+        "{% set s = '\n' * 10 ** 6 %}{{ s | indent(1000) }}",
+        "{{ ('a,' * 10 ** 7).split(',') }}",
+        "{{ ('a,' * 10 ** 7) | list }}",
+        "{% set n = namespace(l=[]) %}{% set s = 'a' * 10 ** 6 %}"
+        "{% for i in range(9999) %}{% set n.l = n.l + [s[i:]] %}{% endfor %}",
+    ],
+    "more than 100000 bits": [
+        "{{ 7 ** (10 ** 9) }}",
+        "{{ 7 ** width }}",
+        "{% set n = namespace(i=7) %}{% for i in range(99) %}{% set n.i = n.i * n.i %}{% endfor %}",
+        "{{ ('f' * 10 ** 6) | int(base=16) }}",
+    ],
+    "indentation or separators": [
+        "{{ [1] | tojson(indent=10 ** 9) }}",
+        "{{ [1] | tojson(separators=(',' * 999, '')) }}",
+    ],
+    "the time in a format": ["{{ strftime_now('%c' * 10 ** 6) }}"],
+    "sums up what is no number": ["{{ [[0]] | sum(start=[]) }}"],
+    "is unsafe": ["{{ ('a'.encode() * 9).center(10 ** 9) }}", "{{ width.to_bytes(10 ** 9) }}"],
+    "'lipsum' is undefined": ["{{ lipsum(n=10 ** 7) }}"],
+    "ranges have more than 1000000 steps": [
+        "{% for i in range(99999) %}" * 5 + "{% endfor %}" * 5,
+        "{% for i in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
+    ],
+    "longer than 0.2 s": [
+        "{% set r = range(99999) | list %}" + "{% for i in r %}" * 4 + "{% endfor %}" * 4,
+        "{% set r = range(99999) | list %}{% for i in r recursive %}{{ loop(r) if loop.depth < 3 }}{% endfor %}",
+        *(NESTED + text for text in ("{{ n.l }}", "{{ n.l | tojson }}", "{{ '' ~ n.l }}", "{{ '%s' % n.l }}")),
+        *(NESTED + text for text in ("{{ '{}'.format(n.l) }}", "{{ n.l | string }}", "{{ [n.l] | join }}")),
+        "{% macro m(n) %}{{ m(n - 1) or m(n - 1) if n }}{% endmacro %}{{ m(99) }}",
+        "{% set r = range(99999) | list %}{{ r | select('in', r | reverse | list) | list }}",
+        "{% set r = range(99999) | list %}"
+        "{% set s = 'a' * 10 ** 6 %}{% for i in r %}{{ s.count('b') or '' }}{% endfor %}",
+    ],
+}
+
+
+@pytest.mark.parametrize(("says", "source"), [(says, source) for says in TOO_MUCH for source in TOO_MUCH[says]])
+def test_a_template_that_takes_too_much_is_refused(says: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_budget, "DEADLINE", 0.2 if "0.2 s" in says else 60)
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        ChatTemplate(source, {}).render(Chat(tuple(said("Hi")), template_kwargs={"width": 10**9}))
+    assert caught.value.field == "messages"
+
+
+LIMITED = """
+import resource
+from bifolio.cluster.chat import Chat, ChatTemplate
+from bifolio.protos.errors import InvalidRequest
+
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+for source in SOURCES:
+    try:
+        ChatTemplate(source, {}).render(Chat(({"role": "user", "content": "Hi"},), template_kwargs={"width": 10**9}))
+    except InvalidRequest as error:
+        assert "MemoryError" not in error.message, source
+    else:
+        raise AssertionError(source)
+"""
+
+
+def test_what_is_refused_takes_no_gigabytes() -> None:
+    sources = [source for says in TOO_MUCH if "0.2 s" not in says for source in TOO_MUCH[says]]
+    subprocess.run([sys.executable, "-c", LIMITED.replace("SOURCES", repr(sources))], check=True, timeout=300)
+
+
+def test_each_render_has_a_budget_of_its_own() -> None:
+    template = ChatTemplate("{% for i in range(99999) %}{% endfor %}{% for i in range(99999) %}{% endfor %}x", {})
+    assert {template.render(Chat(tuple(said("Hi")))) for _ in range(20)} == {"x"}
+
+
+def test_chats_that_hang_take_no_threads_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_module, "PATIENCE", 0.05)
+    end = threading.Event()
+
+    async def run() -> None:
+        hanging = [asyncio.create_task(in_thread(True, end.wait)) for _ in range(CHAT_THREADS)]
+        await asyncio.sleep(0)
+        waiting = await asyncio.gather(*(in_thread(True, end.wait) for _ in range(50)), return_exceptions=True)
+        assert all(isinstance(error, Overloaded) and "chat template" in error.message for error in waiting)
+        assert await asyncio.wait_for(in_thread(False, lambda: "completed"), 60) == "completed"
+        end.set()
+        assert await asyncio.gather(*hanging) == [True] * CHAT_THREADS
+        assert await in_thread(True, lambda: "chatted") == "chatted"
+
+    try:
+        asyncio.run(run())
+    finally:
+        end.set()
 
 
 def test_a_text_without_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from cluster_kit import over_grpc, streamed, whole
 
-from bifolio.cluster.demo import ask
 from bifolio.cluster.spawn import SpawnedCluster
 from bifolio.cluster.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.cluster
 
 PROMPT = "One, two, three, four, five,"
-QUESTION = ask("What is the capital of France? Answer in one sentence.")
+QUESTION = "<|im_start|>user\nWhat is the capital of France? Answer in one sentence.<|im_end|>\n<|im_start|>assistant\n"
 CJK = "日本 日本 日本 日本 日本 日本 日本"  # three tokens to a character or two; the model goes on with it
 
 

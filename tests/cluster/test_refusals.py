@@ -68,7 +68,7 @@ OVER_GRPC: list[tuple[pb.GenerateRequest, str, str, str]] = [
     (pb.GenerateRequest(text="a", prompt_logprobs=-1), "INVALID_ARGUMENT", "prompt_logprobs", "0 to 20"),
     (pb.GenerateRequest(chat=CHAT), "INVALID_ARGUMENT", "messages", "no chat template"),
     (sampled(max_tokens=0), "INVALID_ARGUMENT", "max_tokens", "max_tokens is 0"),
-    (sampled(top_k=-1), "INVALID_ARGUMENT", "top_k", "top_k is -1"),
+    (sampled(top_k=-2), "INVALID_ARGUMENT", "top_k", "top_k is -2"),
     (sampled(stop=list("abcde")), "INVALID_ARGUMENT", "stop", "at most 4"),
     (sampled(temperature=float("nan")), "INVALID_ARGUMENT", "temperature", "temperature is nan"),
     (sampled(logit_bias={4096: 1.0}), "INVALID_ARGUMENT", "logit_bias", "names token 4096"),

@@ -159,11 +159,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     from .client import Client
+    from .query import OPTIONS
 
-    fields = (
-        *("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-        *("frequency_penalty", "min_tokens", "seed", "stop", "ignore_eos"),
-    )
+    fields = ("model", "max_tokens", "stop", "ignore_eos", *OPTIONS)
     with Client(args.address) as client:
         prompt = _prompt(args)
         response = None

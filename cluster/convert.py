@@ -14,17 +14,13 @@ from bifolio.protos.messages import RequestId, TokenLogprobs
 from .chat import Chat
 from .json_body import read_object
 from .mistakes import short
-from .query import Query
+from .query import OPTIONS, Query
 
 FIELD = "bifolio-field"  # trailing metadata of a refused call: the field of the request that is wrong
 
 MOST_KWARGS = 1 << 16  # characters: variables of a template, not text
 
-# Fields of Sampling that may be left open, under one name in both
-_OPEN = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "min_tokens", "seed", "logprobs"),
-)
+_OPEN = ("max_tokens", "logprobs", *OPTIONS)  # fields of Sampling that may be left open, under one name in both
 
 
 def query_from_pb(request: pb.GenerateRequest, id: RequestId) -> Query:

@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from bifolio.protos.errors import ConfigError
+from bifolio.replicas.model_files import read_json
 
 from .vocabulary import Vocabulary
 
@@ -114,12 +115,4 @@ def _text_of(token: Any) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if there is no such file."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}; an object is needed")
-    return content
+    return read_json(path) if path.exists() else {}

@@ -89,7 +89,7 @@ def is_whole(folder: Path) -> bool:
 
     try:
         return all((folder / name).is_file() for name in REQUIRED) and bool(safetensors_files(folder))
-    except (ConfigError, KeyError, AttributeError):  # a weight file is missing, or the index is no index
+    except ConfigError:  # a weight file is missing, or the index is no index
         return False
 
 

@@ -29,7 +29,6 @@ from bifolio.replicas.model_files import model_config
 
 from .answer import Piece, answer, in_thread
 from .bodies import events, whole
-from .chat import ChatTemplate
 from .chat_schema import ChatRequest
 from .completion_schema import CompletionRequest
 from .config import ClusterConfig
@@ -37,7 +36,7 @@ from .convert import logprobs_to_pb, query_from_pb
 from .frontend import Frontend
 from .openai import not_served
 from .peers import OnlyLoopback
-from .query import Served, check_model, context_of, most_bytes
+from .query import Served, check_model, context_of, most_bytes, template_of
 from .responses import StreamedResponse, body_of, refusal
 from .rpc import call
 from .schema import parse
@@ -69,11 +68,10 @@ class Ingress:
         shape = model_config(model)
         assert config.model.served_name is not None, "the configuration is resolved"
         tokenizer = Tokenizer.load(model)
-        source = tokenizer.chat_template
         self._served = Served(
             config.model.served_name,
             tokenizer,
-            None if source is None else ChatTemplate(source, tokenizer.special_tokens),
+            template_of(tokenizer),
             context_of(shape.max_positions, config.engine.cache_tokens, config.engine.block_size),
             shape.vocab_size,
             int(time.time()),

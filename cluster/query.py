@@ -23,6 +23,11 @@ LONGEST_STOP = 1000  # characters
 MOST_BIASES = 1024
 MOST_PROMPT_LOGPROBS = 1 << 16  # tokens reported on in all: they are worded at once, and every stream waits as long
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Options that every door carries as they are, under one name, and leaves open as None
+OPTIONS = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "seed"),
+)
 COLDEST = 1e-6  # below, logits / temperature would overflow; what it tends to is greedy
 
 
@@ -75,6 +80,12 @@ class Resolved(NamedTuple):
     sampling: Sampling
     stops: tuple[str, ...]
     prompt_logprobs: int | None
+
+
+def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """None where the model has no chat template; ConfigError where it has one that cannot be used."""
+    source = tokenizer.chat_template
+    return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
 
 
 def context_of(max_positions: int, cache_tokens: int, block_size: int) -> int:

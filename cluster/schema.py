@@ -15,6 +15,7 @@ from bifolio.protos.errors import InvalidRequest
 
 from .json_body import BODY, read_object
 from .mistakes import explain, short
+from .query import OPTIONS
 
 Schema = TypeVar("Schema", bound="Strict")
 
@@ -137,12 +138,8 @@ class SamplingFields(Strict):
 
     def query_fields(self) -> dict[str, Any]:
         """What a Query takes as it is."""
-        same = (
-            *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-            *("frequency_penalty", "min_tokens", "seed", "prompt_logprobs"),
-        )
         return {
-            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self, name) for name in (*OPTIONS, "prompt_logprobs")},
             "model": self.model or "",
             "logit_bias": tuple(sorted((self.logit_bias or {}).items())),
             "stop": tuple(self.stop or ()),

@@ -21,10 +21,10 @@ from bifolio.protos.errors import Unavailable
 from bifolio.replicas.model_files import check_model
 
 from .app import APPLICATION, MANAGER, SERVICER, build
-from .chat import ChatTemplate
 from .config import ClusterConfig
 from .local import local_ray, require_free
 from .models import resolve
+from .query import template_of
 from .tokenizer import Tokenizer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,9 +57,7 @@ def serve(config: ClusterConfig) -> int:
     """
     model = resolve(config.model.source)
     check_model(model)  # what is wrong with a model is said here, not by replicas that cannot start
-    tokenizer = Tokenizer.load(model)
-    if tokenizer.chat_template is not None:
-        ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+    template_of(Tokenizer.load(model))
     require_free(config.http.host, config.http.port, "http.port")
     require_free(config.http.host, config.grpc.port, "grpc.port")
     began, out = time.monotonic(), sys.stdout

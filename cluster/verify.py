@@ -55,11 +55,11 @@ def verify(config: ClusterConfig, *, long: bool) -> int:
     exact = config.engine.exact
     _prepare(config)
     from bifolio.replicas.core import ReplicaSpec
-    from bifolio.replicas.model_files import check_model
+    from bifolio.replicas.model_files import model_config
     from bifolio.replicas.verify import BATCH, Verifier
 
     assert config.model.dtype is not None, "the configuration is resolved"
-    context = check_model(model).max_positions
+    context = model_config(model).max_positions
     console, began = Console(highlight=False), time.monotonic()
     with Verifier(ReplicaSpec(model, config.model.dtype, config.engine, config.kv, ("", ""))) as verifier:
         most = min(context, verifier.most_tokens)

@@ -83,11 +83,11 @@ def paged_attention(
     else:
         checks.shape("out", out, q.shape, "T, HQ, D")
         checks.dtype("out", out, (q.dtype,))
+    scale = q.shape[2] ** -0.5 if scale is None else scale
     if exact:
         _exact("q", q)
         if softcap is not None or sinks is not None or lse is not None or kv.dtype != q.dtype:
             raise ValueError("exact: with softcap, sinks, lse or a float8 cache; allowed is none of them")
-        scale = q.shape[2] ** -0.5 if scale is None else scale
         torch_exact.paged_attention(q, kv, plan, causal=causal, window=window, scale=scale, out=out)
         return out
     # a scale left over from a float8 configuration must not bend another cache
@@ -102,7 +102,7 @@ def paged_attention(
         sinks=sinks,
         k_scale=k_scale if scaled and k_scale is not None else 1.0,
         v_scale=v_scale if scaled and v_scale is not None else 1.0,
-        scale=q.shape[2] ** -0.5 if scale is None else scale,
+        scale=scale,
         out=out,
         lse=lse,
     )

@@ -22,14 +22,14 @@ def sample(
     columns = (temperature, top_p, top_k, min_p, uniforms)
     for row, (t, p, k, m, u) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         if t > 0:
-            ids[row] = _draw(logits[row], t, p, k, m, u)
+            ids[row] = _draw(logits[row], peaks[row], t, p, k, m, u)
     return ids
 
 
-def _draw(row: Tensor, temperature: float, top_p: float, top_k: int, min_p: float, uniform: float) -> int:
+def _draw(row: Tensor, peak: Tensor, temperature: float, top_p: float, top_k: int, min_p: float, uniform: float) -> int:
     # the maximum is taken off before the division: a tiny temperature must not overflow
     weights = row.double()
-    weights.sub_(weights.max()).div_(temperature).exp_()
+    weights.sub_(peak).div_(temperature).exp_()
     if 0 < top_k < len(weights):
         border = weights.topk(top_k).values[-1]
         weights = _keep(weights, border, top_k)

@@ -71,7 +71,7 @@ def _read_config(source: Path) -> LlamaConfig:
         return read_gguf(GgufFile(source))
     if not source.is_dir():
         raise ConfigError(f"model: {source} does not exist; give a .gguf file or a directory with config.json")
-    return read_hf(_json(source / "config.json"))
+    return read_hf(read_json(source / "config.json"))
 
 
 def check_model(source: Path) -> LlamaConfig:
@@ -123,7 +123,7 @@ def safetensors_files(source: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[str]:
-    placed = _json(index).get("weight_map")
+    placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise ConfigError(f"model: {index} has no weight_map; needed is the name of a file for each tensor")
     return sorted(set(placed.values()))
@@ -160,7 +160,8 @@ def _compare(source: Path, expected: Shapes, found: Shapes) -> None:
         raise ConfigError(f"model: the tensors of {source} do not fit its configuration: {shown}")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

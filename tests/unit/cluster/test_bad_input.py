@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from bad_inputs import CHAT, COMPLETIONS, DETOKENIZE, PATHS, TOKENIZE, BadInput, Model, bad_inputs, encode, good
 
-from bifolio.cluster.chat import ChatTemplate
 from bifolio.cluster.chat_schema import ChatRequest
 from bifolio.cluster.completion_schema import CompletionRequest
 from bifolio.cluster.openai import error_response, event
 from bifolio.cluster.query import Served, resolve
 from bifolio.cluster.schema import parse
 from bifolio.cluster.tokenize_schema import DetokenizeRequest, TokenizeRequest
-from bifolio.cluster.tokenizer import Tokenizer
 from bifolio.protos.errors import InvalidRequest
 from bifolio.protos.messages import RequestId
 
@@ -23,11 +21,8 @@ CONTEXT = 128
 
 
 @pytest.fixture(scope="module")
-def served(smollm2_gguf: Path) -> Served:
-    tokenizer = Tokenizer.load(smollm2_gguf)
-    assert tokenizer.chat_template is not None
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    return Served("smollm2", tokenizer, template, CONTEXT, tokenizer.vocab_size)
+def served(served: Served) -> Served:
+    return replace(served, context_length=CONTEXT)
 
 
 def take(path: str, body: bytes, served: Served) -> object:

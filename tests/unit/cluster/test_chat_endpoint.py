@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bifolio.cluster.answer import Piece
-from bifolio.cluster.chat import Chat, ChatTemplate
+from bifolio.cluster.chat import Chat
 from bifolio.cluster.chat_schema import ChatRequest
 from bifolio.cluster.query import Query, Served, resolve
 from bifolio.cluster.schema import parse
 from bifolio.cluster.tokenize_schema import DetokenizeRequest, TokenizeRequest
-from bifolio.cluster.tokenizer import Tokenizer
 from bifolio.cluster.words import ChatWords
 from bifolio.protos import inference_pb2 as pb
 from bifolio.protos.errors import InvalidRequest
@@ -22,14 +20,6 @@ from bifolio.protos.messages import RequestId, TokenLogprobs
 
 ID = RequestId("r-1")
 USER = {"role": "user", "content": "Hello"}
-
-
-@pytest.fixture(scope="module")
-def served(smollm2_gguf: Path) -> Served:
-    tokenizer = Tokenizer.load(smollm2_gguf)
-    assert tokenizer.chat_template is not None
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    return Served("smollm2", tokenizer, template, 128, tokenizer.vocab_size)
 
 
 def query(*messages: Any, **fields: Any) -> Query:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bifolio.cluster.chat import Chat, ChatTemplate
+from bifolio.cluster.chat import Chat
 from bifolio.cluster.completion_schema import CompletionRequest
 from bifolio.cluster.convert import logprobs_to_pb, query_from_pb, query_to_pb
 from bifolio.cluster.query import Query, Resolved, Served, check_model, context_of, resolve
 from bifolio.cluster.ranges import float32
 from bifolio.cluster.schema import parse
-from bifolio.cluster.tokenizer import Tokenizer
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.protos import inference_pb2 as pb
 from bifolio.protos.errors import DoesNotFit, InvalidRequest, ModelNotFound
@@ -33,14 +31,6 @@ from bifolio.protos.messages import (
 
 ID = RequestId("r-1")
 HELLO = Chat(({"role": "user", "content": "Hello"},))
-
-
-@pytest.fixture(scope="module")
-def served(smollm2_gguf: Path) -> Served:
-    tokenizer = Tokenizer.load(smollm2_gguf)
-    assert tokenizer.chat_template is not None
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    return Served("smollm2", tokenizer, template, 128, tokenizer.vocab_size)
 
 
 def resolved(served: Served, prompt: Any = "Hello", **fields: Any) -> Resolved:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from bifolio.protos.errors import BifolioError, ConfigError
@@ -28,13 +28,16 @@ LOWEST_PORT, HIGHEST_PORT = 20_000, 32_000  # the system's own begin at 32768
 PORTS_PER_RANGE = 16  # replicas of the ingress, old and new, during a roll-over
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, spoken_for: Collection[int] = ()) -> list[int]:
     """Neighbouring ports that were free a moment ago, below those the system hands out by itself.
 
-    The start is random, so that clusters that start together seldom try the same ones.
+    The start is random, so that clusters that start together seldom try the same ones. `spoken_for` are left out,
+    though nobody listens there yet.
     """
     for _ in range(200):
-        first = random.randrange(LOWEST_PORT, HIGHEST_PORT - count)
+        first = random.randrange(LOWEST_PORT, HIGHEST_PORT - count + 1)
+        if any(first <= port < first + count for port in spoken_for):
+            continue
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 stack.enter_context(socket.socket()).bind(("", port))
@@ -56,9 +59,9 @@ def require_free(host: str, port: int, field: str) -> None:
             ) from error
 
 
-def environment(directory: Path, mark: str) -> dict[str, str]:
+def environment(directory: Path, mark: str, doors: Collection[int]) -> dict[str, str]:
     """Variables that Ray and Serve read when they are imported; children inherit them."""
-    fallback_http, fallback_grpc, stats, metrics, http, *_ = free_ports(4 + 2 * PORTS_PER_RANGE)
+    fallback_http, fallback_grpc, stats, metrics, http, *_ = free_ports(4 + 2 * PORTS_PER_RANGE, doors)
     grpc = http + PORTS_PER_RANGE
     proxy = directory / "ha"
     return {
@@ -89,8 +92,9 @@ def environment(directory: Path, mark: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def local_ray() -> Iterator[Path]:
-    """A Ray cluster for the time of the context; afterwards no process and no file of it is left.
+def local_ray(doors: Collection[int]) -> Iterator[Path]:
+    """A Ray cluster for the time of the context; afterwards no process and no file of it is left. It keeps off the
+    ports in `doors`: its user will listen there.
 
     Yields the folder of its logs; they are kept when the context ends by an error of ours, because they say more. Must
     be entered before anything imports ray: its constants are read from the environment at import.
@@ -101,7 +105,7 @@ def local_ray() -> Iterator[Path]:
     command = [sys.executable, "-P", "-m", "bifolio.cluster.reaper", mark, str(directory)]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert reaper.stdin is not None
-    os.environ.update(environment(directory, mark))
+    os.environ.update(environment(directory, mark, doors))
     try:
         import ray
 

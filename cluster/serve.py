@@ -69,7 +69,8 @@ def serve(config: ClusterConfig) -> int:
     _handle_signals()
     try:
         say(f"starting Ray, for {_pools(config.pools.wanted)}")
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), local_ray() as logs:
+        doors = (config.http.port, config.grpc.port)
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), local_ray(doors) as logs:
             _handle_signals()  # Ray has put its own
             try:
                 _start(config, model, say)

@@ -2,27 +2,34 @@
 #   make demo   a real model on split pools, asked over HTTP and gRPC
 #   make test   all CPU tests        make unit   those without a cluster
 #   make check  format, lint, types, imports, unit tests
+#   make native the C++ kernels again, all of them; the other targets do it where a source has changed
 # PIP_ARGS is handed to pip, for example to choose PyTorch's CPU build on a machine without a GPU.
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 UNIT := $(BIN)/pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal tests/unit
 FOLDERS := cluster replicas kv_manager kernels protos
+# Stands for all of the native libraries: every machine has it, and they are built together
+NATIVE := kernels/native_generic.so
+BUILD_NATIVE = $(BIN)/python setup.py -q build_ext --inplace
 
-.PHONY: demo test unit check fuzz format protos dev clean
+.PHONY: demo test unit check fuzz native format protos dev clean
 .DELETE_ON_ERROR:
 
-demo: .venv/.installed
+# Without g++ a demo runs on torch and says so; what passes no test must not look tested
+test unit check native: export BIFOLIO_REQUIRE_NATIVE := 1
+
+demo: .venv/.installed $(NATIVE)
 	@$(BIN)/bifolio models pull smollm2-135m
 	@$(BIN)/bifolio demo
 
 test: unit
 	$(BIN)/pytest tests/cluster tests/packaging
 
-unit: dev
+unit: dev $(NATIVE)
 	$(UNIT)
 
-check: dev
+check: dev $(NATIVE)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -31,6 +38,13 @@ check: dev
 
 fuzz: dev
 	BIFOLIO_FUZZ_STEPS=20000 $(BIN)/pytest -q tests/unit/kv_manager/test_ledger_machine.py
+
+native: dev
+	$(BUILD_NATIVE) --force
+
+# pip built them when it installed; this is for sources that have changed since
+$(NATIVE): setup.py $(wildcard kernels/native/*.h kernels/native/*.cpp) | .venv/.installed
+	@$(BUILD_NATIVE)
 
 format: dev
 	$(BIN)/ruff format .
@@ -44,7 +58,7 @@ protos: dev
 
 dev: .venv/.installed-dev .dev/.linked
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml setup.py
 	@echo "installing Bifolio into .venv (the first time takes some minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on $(PIP_ARGS) -e .
@@ -61,4 +75,5 @@ dev: .venv/.installed-dev .dev/.linked
 	@touch $@
 
 clean:
+	rm -f kernels/native_*.so
 	rm -rf .venv .dev build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

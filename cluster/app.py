@@ -6,9 +6,12 @@ Heavy imports wait: Ray reads its environment when it is imported.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config import ClusterConfig
+
+if TYPE_CHECKING:
+    from bifolio.replicas.core import ReplicaSpec
 
 APPLICATION = "bifolio"
 MANAGER = "kv-manager"
@@ -26,14 +29,12 @@ def build(config: ClusterConfig, model: Path) -> Any:
     """The Serve application: one ingress over the two pools."""
     from ray import serve
 
-    from bifolio.replicas.core import ReplicaSpec
     from bifolio.replicas.decode import DecodeReplica
     from bifolio.replicas.prefill import PrefillReplica
 
     from .ingress import Ingress
 
-    assert config.model.dtype is not None, "the configuration is resolved"
-    spec = ReplicaSpec(model, config.model.dtype, config.engine, config.kv, (MANAGER, APPLICATION))
+    spec = replica_spec(config, model, (MANAGER, APPLICATION))
     common = {
         "max_ongoing_requests": 100_000,  # the ledger admits; Serve must never queue
         "graceful_shutdown_wait_loop_s": 0.1,
@@ -63,6 +64,14 @@ def build(config: ClusterConfig, model: Path) -> Any:
     ingress = serve.deployment(name="Ingress", ray_actor_options={"num_cpus": 0}, **common)(Ingress)
     # The ingress never calls prefill; binding it here makes it part of the application.
     return ingress.bind(config, model, (MANAGER, APPLICATION), decode, *prefill)
+
+
+def replica_spec(config: ClusterConfig, model: Path, manager: tuple[str, str]) -> ReplicaSpec:
+    """What a replica is told. Imports torch."""
+    from bifolio.replicas.core import ReplicaSpec
+
+    assert config.model.dtype is not None, "the configuration is resolved"
+    return ReplicaSpec(model, config.model.dtype, config.model.quantization, config.engine, config.kv, manager)
 
 
 def replica_environment(config: ClusterConfig) -> dict[str, str]:

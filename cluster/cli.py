@@ -16,12 +16,15 @@ from typing import Any
 
 from bifolio.protos.errors import BifolioError, InvalidRequest, Unavailable
 
-# flag of `serve` -> path in the configuration
+# flag of `serve` and `verify` -> path in the configuration
 _FLAGS = {
     "model": "model.source",
     "served_model_name": "model.served_name",
     "dtype": "model.dtype",
+    "quantization": "model.quantization",
+    "kernels": "engine.kernels",
     "exact": "engine.exact",
+    "threads": "engine.threads",
     "prefill": "pools.prefill.replicas",
     "decode": "pools.decode.replicas",
     "http_port": "http.port",
@@ -62,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--decode", type=int, metavar="D", help="decode replicas (default: 1)")
     serve.add_argument("--dtype", help="bfloat16 (default), float16, or float32 (default with --exact)")
-    serve.add_argument("--exact", action="store_true", default=None, help="bit-equal however it is computed; slower")
+    _add_computing(serve)
+    serve.add_argument("--exact", action="store_true", default=None, help="bit-equal however computed, or no start")
     serve.add_argument("--http-port", type=int, metavar="PORT", help="default: 8000")
     serve.add_argument("--grpc-port", type=int, metavar="PORT", help="default: 9000")
 
@@ -96,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         "--model", help="a known model (default: smollm2-135m), ORG/NAME of the hub, a .gguf file or a directory"
     )
     verify.add_argument("--dtype", help="float32 (default) is verified in exact mode; of others the flips are counted")
-    verify.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: 1)")
+    _add_computing(verify)
+    verify.add_argument("--exact", action="store_true", default=None, help="also of other dtypes a flip is a failure")
     verify.add_argument("--long", action="store_true", help="at least 10,000 token comparisons")
 
     status = commands.add_parser("status", help="replicas and blocks of a running cluster")
@@ -130,11 +135,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_computing(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--quantization", metavar="int8", help="int8 weights (default: as the dtype says)")
+    command.add_argument("--kernels", help="auto (default), avx512, avx2, generic, or torch")
+    command.add_argument("--threads", type=int, metavar="N", help="CPU threads of a replica (default: 1)")
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    return {path: value for flag, path in _FLAGS.items() if (value := getattr(args, flag, None)) is not None}
+
+
 def _serve(args: argparse.Namespace) -> int:
     from .config import load, resolved
 
-    given = {path: value for flag, path in _FLAGS.items() if (value := getattr(args, flag)) is not None}
-    config = resolved(load(args.config, given))
+    config = resolved(load(args.config, _given(args)))
     from .serve import serve
 
     return serve(config)
@@ -143,9 +157,9 @@ def _serve(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from .config import load, resolved
 
-    given = {"model.source": args.model, "model.dtype": args.dtype, "engine.threads": args.threads}
-    given["engine.exact"] = args.dtype in (None, "float32")
-    config = resolved(load(args.config, {path: value for path, value in given.items() if value is not None}))
+    given = _given(args)
+    given.setdefault("engine.exact", args.dtype in (None, "float32") and args.quantization is None)
+    config = resolved(load(args.config, given))
     from .verify import verify
 
     return verify(config, long=args.long)

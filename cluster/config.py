@@ -70,10 +70,16 @@ class ClusterConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
-    def _exact_is_float32(self) -> ClusterConfig:
-        if self.engine.exact and self.model.dtype not in (None, "float32"):
+    def _exact_can_be_kept(self) -> ClusterConfig:
+        dtype, quantization = self.model.dtype or "float32", self.model.quantization
+        if not self.engine.exact or (dtype, quantization) == ("float32", None):
+            return self
+        if dtype == "float16":
+            raise ValueError("engine.exact with model.dtype float16; allowed with exact: float32 and bfloat16")
+        if self.engine.kernels == "torch":
             raise ValueError(
-                f"engine.exact with model.dtype {self.model.dtype}; allowed with exact: float32, or null for it"
+                f"engine.exact with engine.kernels torch, model.dtype {dtype} and model.quantization {quantization}; "
+                "torch is exact with float32 and without quantization, native kernels also otherwise"
             )
         return self
 

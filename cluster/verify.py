@@ -21,6 +21,7 @@ from rich.table import Table
 
 from bifolio.protos.errors import ConfigError, Unavailable
 
+from .app import replica_environment, replica_spec
 from .config import ClusterConfig
 from .models import resolve
 from .oracle import TIE, Oracle, Verdict
@@ -54,14 +55,13 @@ def verify(config: ClusterConfig, *, long: bool) -> int:
     tokenizer = Tokenizer.load(model)
     exact = config.engine.exact
     _prepare(config)
-    from bifolio.replicas.core import ReplicaSpec
     from bifolio.replicas.model_files import model_config
     from bifolio.replicas.verify import BATCH, Verifier
 
     assert config.model.dtype is not None, "the configuration is resolved"
     context = model_config(model).max_positions
     console, began = Console(highlight=False), time.monotonic()
-    with Verifier(ReplicaSpec(model, config.model.dtype, config.engine, config.kv, ("", ""))) as verifier:
+    with Verifier(replica_spec(config, model, ("", ""))) as verifier:
         most = min(context, verifier.most_tokens)
         if most < 2:
             raise ConfigError(
@@ -87,8 +87,9 @@ def verify(config: ClusterConfig, *, long: bool) -> int:
     verdict, reason = _judged([(a.prompt, a.tokens) for a in answers], model, config.model.dtype)
 
     lengths = sorted(map(len, prompts))
+    quantized = f" with {config.model.quantization} weights" if config.model.quantization else ""
     console.print(
-        f"{config.model.served_name}: {config.model.dtype}, exact {'on' if exact else 'off'}, threads "
+        f"{config.model.served_name}: {config.model.dtype}{quantized}, exact {'on' if exact else 'off'}, threads "
         f"{config.engine.threads}; {count} prompts of {lengths[0]} to {lengths[-1]} tokens, {tokens} tokens each; "
         f"{time.monotonic() - began:.0f} s",
         soft_wrap=True,
@@ -98,14 +99,13 @@ def verify(config: ClusterConfig, *, long: bool) -> int:
     compared = sum(way.compared for way in results)
     what = "differences" if exact else "rows of logits with other bits"
     console.print(f"{differing:,} {what} in {compared:,} token comparisons")
-    wrong = config.model.dtype == "float32" and verdict.mismatches > 0
+    plain = config.model.dtype == "float32" and config.model.quantization is None
+    wrong = plain and verdict.mismatches > 0
     return 1 if wrong or (exact and differing) else 0
 
 
 def _prepare(config: ClusterConfig) -> None:
     """The environment of a replica, for this process: only works before torch is imported."""
-    from .app import replica_environment
-
     os.environ.update(replica_environment(config))
 
 

@@ -1,18 +1,31 @@
-"""Attention and small ops: tensors in, tensors out. Imports nothing of ours.
+"""Attention, linears and small ops: tensors in, tensors out. Imports nothing of ours.
 
-`ops.py` holds the public functions: their contracts, their checks, and the one place where a backend is
-chosen. `torch_*.py` are the plain torch versions: oracle for every other backend, and what runs where none
-does.
+`ops.py`, `linear.py` and `layer.py` hold the public functions: their contracts and their checks. `backend.py` says
+what computes them: the native kernels (`bindings.py`, C++ in `native/`) or plain torch (`torch_*.py`), which is the
+oracle of every other backend, and what runs where none does.
 """
 
-from .ops import linear, paged_attention, rms_norm, rope_and_write, sample, silu_mul
+from .backend import Backend, use, using
+from .layer import LayerWeights, Step, decoder_layer
+from .layout import Layout, kv_layout
+from .linear import LinearWeights, Quantization, linear, pack_linear
+from .ops import paged_attention, rms_norm, rope_and_write, sample, silu_mul
 from .plan import AttentionPlan, plan
 from .rope_tables import rope_tables
 from .self_check import self_check
 
 __all__ = [
     "AttentionPlan",
+    "Backend",
+    "LayerWeights",
+    "Layout",
+    "LinearWeights",
+    "Quantization",
+    "Step",
+    "decoder_layer",
+    "kv_layout",
     "linear",
+    "pack_linear",
     "paged_attention",
     "plan",
     "rms_norm",
@@ -21,4 +34,6 @@ __all__ = [
     "sample",
     "self_check",
     "silu_mul",
+    "use",
+    "using",
 ]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .layout import LAYOUTS, PACKABLE, numbers_in_word
+
 HEAD_DIMS = range(32, 257)
 BLOCK_SIZES = range(8, 257)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +37,18 @@ def rows_contiguous(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: stride {x.stride()}; the last axis must have stride 1")
 
 
+def contiguous(name: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: stride {x.stride()}; allowed is contiguous")
+
+
+def exact(name: str, x: Tensor) -> None:
+    """For torch, which keeps `exact` for float32 on the CPU."""
+    dtype(name, x, (torch.float32,))
+    if x.device.type != "cpu":
+        raise ValueError(f"{name}: on {x.device}; exact is for the CPU")
+
+
 def heads(query_heads: int, kv_heads: int) -> None:
     if kv_heads == 0 or query_heads % kv_heads:
         raise ValueError(f"q: {query_heads} heads; allowed is a multiple of the {kv_heads} KV heads")
@@ -49,6 +63,22 @@ def kv_layer(kv: Tensor, head_dim: int) -> None:
         raise ValueError(f"kv: block_size {kv.shape[3]}; allowed: {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}")
     if kv.stride()[3:] != (head_dim, 1):
         raise ValueError(f"kv: stride {kv.stride()}; the positions of one head in a block must be contiguous")
+
+
+def layout(name: str, kv: Tensor) -> None:
+    """That a cache which passed `kv_layer` can be laid out so."""
+    if name not in LAYOUTS:
+        raise ValueError(f"layout: {name!r}; allowed: {', '.join(LAYOUTS)}")
+    if name == "plain":
+        return
+    if kv.dtype not in PACKABLE:
+        raise ValueError(f"layout: {name} with dtype {kv.dtype}; allowed: {', '.join(map(str, PACKABLE))}, or plain")
+    w = numbers_in_word(kv.dtype)
+    if kv.shape[3] % w or kv.shape[4] % w:
+        raise ValueError(
+            f"layout: {name} with block_size {kv.shape[3]} and head_dim {kv.shape[4]}; allowed with {kv.dtype} are "
+            f"multiples of {w}, or plain"
+        )
 
 
 def same_device(first: Tensor, **others: Tensor | None) -> None:

@@ -1,28 +1,27 @@
 """The public functions: what each takes, returns and mutates, its checks, and where a backend is chosen.
 
-Only torch serves them today. Another backend is one more module with the signatures of `torch_*.py`; what
-differs between them is speed and rounding, never a contract.
+A backend is the native kernels (`bindings.py`, for float32 and bfloat16 on CPUs) or torch (`torch_*.py`); `backend.py`
+says which. What differs between them is speed and rounding, never a contract.
 
-`exact` promises more, for float32 on CPUs: a row's result has the same bits whatever stands beside it and
-however its sequence was cut into steps, once `self_check` has passed in this process.
+`exact` promises more, on CPUs: a row's result has the same bits whatever stands beside it and however its sequence was
+cut into steps. The native kernels always keep that; torch does for float32, once `self_check` has passed in this
+process.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks, torch_attention, torch_exact, torch_sample, torch_small
+from .backend import native_for
+from .layout import Layout
 from .plan import AttentionPlan
 
 
 def paged_attention(
     q: Tensor,
     kv: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_q: Tensor,
     plan: AttentionPlan,
     *,
     causal: bool = True,
@@ -35,14 +34,14 @@ def paged_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     exact: bool = False,
+    layout: Layout = "plain",
 ) -> Tensor:
     """Attention of B sequences, prompt chunks and single tokens alike, over their blocks of one layer's
     cache.
 
     q            [T, HQ, D]  float32, bfloat16 or float16; rows of a sequence are its last positions, in order
     kv           [num_blocks, 2, HK, P, D]  K is kv[:, 0], V kv[:, 1]; a view; q's dtype, or float8_e4m3fn
-    block_table  int32 [B, max_blocks], seq_lens int32 [B], cu_q int32 [B + 1]: as in `plan`
-    plan         of exactly these three
+    plan         of these sequences, from `plan`, on q's device
     causal       row i of a sequence with n rows and m keys sees keys 0 .. m - n + i; otherwise it sees all m
     window       a row sees only the last `window` of those keys, itself included; needs causal
     softcap      scores become softcap * tanh(score / softcap)
@@ -51,24 +50,26 @@ def paged_attention(
     scale        of the scores; None is D ** -0.5
     out          [T, HQ, D] of q's dtype, filled and returned; None allocates it
     lse          float32 [T, HQ], filled with the natural logarithm of each row's softmax denominator
-    exact        float32 alone, without softcap, sinks and lse
+    exact        without softcap, sinks, lse and float8; in torch float32 alone
+    layout       of kv: packed for bfloat16 and float32 caches alone, see `layout.py`
 
     The softmax is float32. A row that sees no key gives 0 and lse -inf (with a sink: the sink). Slots at or
     past a sequence's length, and before every row's window, have no influence whatever they hold. A
     sequence's result is the same alone and in any batch. HQ is any multiple of HK, D 32 to 256, P 8 to 256,
-    powers of two or not. Raises ValueError for a wrong shape, dtype, layout or combination.
+    powers of two or not. Raises ValueError for a wrong shape, dtype, layout or combination, and for blocks that
+    are none of kv's or do not cover the keys.
+
+    Native: all but softcap, sinks, lse and float8.
     """
     checks.shape("q", q, (plan.tokens, None, None), "T, HQ, D")
     checks.dtype("q", q, checks.FLOATS)
     checks.rows_contiguous("q", q)
     checks.kv_layer(kv, q.shape[2])
     checks.dtype("kv", kv, (q.dtype, *checks.FLOAT8))
+    checks.layout(layout, kv)
     checks.heads(q.shape[1], kv.shape[2])
-    sequences = len(plan.sequences)
-    checks.shape("block_table", block_table, (sequences, None), "B, max_blocks")
-    checks.shape("seq_lens", seq_lens, (sequences,), "B")
-    checks.shape("cu_q", cu_q, (sequences + 1,), "B + 1")
-    checks.same_device(q, kv=kv, block_table=block_table, sinks=sinks, out=out, lse=lse)
+    plan.check_blocks(kv.shape[0], kv.shape[3])
+    checks.same_device(q, kv=kv, block_table=plan.block_table, sinks=sinks, out=out, lse=lse)
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window: {window} with causal={causal}; allowed is at least 1, with causal=True")
     if softcap is not None and softcap <= 0:
@@ -84,11 +85,17 @@ def paged_attention(
         checks.shape("out", out, q.shape, "T, HQ, D")
         checks.dtype("out", out, (q.dtype,))
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    common = softcap is None and sinks is None and lse is None and kv.dtype == q.dtype
+    if exact and not common:
+        raise ValueError("exact: with softcap, sinks, lse or a float8 cache; allowed is none of them")
+    if common and (native := native_for(q)):
+        heads = q if _side_by_side(q) else q.contiguous()
+        into = out if _side_by_side(out) else torch.empty_like(heads)
+        native.paged_attention(heads, kv, plan, causal=causal, window=window, scale=scale, layout=layout, out=into)
+        return out if into is out else out.copy_(into)
     if exact:
-        _exact("q", q)
-        if softcap is not None or sinks is not None or lse is not None or kv.dtype != q.dtype:
-            raise ValueError("exact: with softcap, sinks, lse or a float8 cache; allowed is none of them")
-        torch_exact.paged_attention(q, kv, plan, causal=causal, window=window, scale=scale, out=out)
+        checks.exact("q", q)
+        torch_exact.paged_attention(q, kv, plan, causal=causal, window=window, scale=scale, out=out, layout=layout)
         return out
     # a scale left over from a float8 configuration must not bend another cache
     scaled = kv.dtype in checks.FLOAT8
@@ -105,12 +112,22 @@ def paged_attention(
         scale=scale,
         out=out,
         lse=lse,
+        layout=layout,
     )
     return out
 
 
 def rope_and_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, kv: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    kv: Tensor,
+    *,
+    layout: Layout = "plain",
 ) -> Tensor:
     """Rotate q and k to their positions, write k and v into the cache, return the rotated q.
 
@@ -119,6 +136,7 @@ def rope_and_write(
     positions  int64 [T], below max_positions
     slots      int64 [T]  block * P + offset where the token's K and V go; -1 writes nothing; no slot twice
     kv         [num_blocks, 2, HK, P, D] of k's dtype, a strided view; MUTATED at the slots
+    layout     of kv: packed for bfloat16 and float32 alone, see `layout.py`
 
     Pairs are (i, i + D/2): x cos + rotate_half(x) sin, in float32, rounded once. Returns [T, HQ, D] of q's
     dtype. Raises ValueError for a wrong shape, dtype or layout.
@@ -130,6 +148,9 @@ def rope_and_write(
     checks.shape("v", v, (tokens, kv.shape[2], head_dim), "T, HK, D")
     for name, x in (("q", q), ("k", k), ("v", v), ("kv", kv)):
         checks.dtype(name, x, checks.FLOATS if x is q else (q.dtype,))
+    checks.layout(layout, kv)
+    if head_dim % 2:
+        raise ValueError(f"q: head_dim {head_dim}; allowed is an even one, dims turn in pairs")
     for name, x in (("cos", cos), ("sin", sin)):
         checks.shape(name, x, (None, head_dim), "max_positions, D")
         checks.dtype(name, x, (torch.float32,))
@@ -137,7 +158,13 @@ def rope_and_write(
         checks.shape(name, x, (tokens,), "T")
         checks.dtype(name, x, (torch.int64,))
     checks.same_device(q, k=k, v=v, cos=cos, sin=sin, positions=positions, slots=slots, kv=kv)
-    return torch_small.rope_and_write(q, k, v, cos, sin, positions, slots, kv)
+    if native := native_for(q):
+        out = torch.empty(q.shape, dtype=q.dtype)
+        q, k, v = (x if _side_by_side(x) else x.contiguous() for x in (q, k, v))
+        cos, sin, positions, slots = (x.contiguous() for x in (cos, sin, positions, slots))
+        native.rope_and_write(q, k, v, cos, sin, positions, slots, kv, layout, out)
+        return out
+    return torch_small.rope_and_write(q, k, v, cos, sin, positions, slots, kv, layout=layout)
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -152,31 +179,12 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     if residual is not None:
         checks.shape("residual", residual, x.shape, "T, H")
         checks.dtype("residual", residual, (x.dtype,))
+    if native := native_for(x):
+        out = torch.empty(x.shape, dtype=x.dtype)
+        total = x if residual is None else residual.clone(memory_format=torch.contiguous_format)
+        native.rms_norm(x.contiguous(), None if residual is None else total, weight.contiguous(), eps, out)
+        return out, total
     return torch_small.rms_norm(x, residual, weight, eps)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> Tensor:
-    """x weight^T + bias: [T, N] of x [T, K], weight [N, K], bias [N]; one float dtype, float32 alone if exact.
-
-    Mutates nothing. Raises ValueError for a wrong shape or dtype.
-    """
-    checks.shape("weight", weight, (None, x.shape[-1]), "N, K")
-    checks.shape("x", x, (None, None), "T, K")
-    checks.dtype("x", x, checks.FLOATS)
-    checks.dtype("weight", weight, (x.dtype,))
-    if bias is not None:
-        checks.shape("bias", bias, weight.shape[:1], "N")
-        checks.dtype("bias", bias, (x.dtype,))
-    if exact:
-        _exact("x", x)
-        return torch_exact.linear(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def _exact(name: str, x: Tensor) -> None:
-    checks.dtype(name, x, (torch.float32,))
-    if x.device.type != "cpu":
-        raise ValueError(f"{name}: on {x.device}; exact is for the CPU")
 
 
 def silu_mul(gate_up: Tensor, *, exact: bool = False) -> Tensor:
@@ -187,8 +195,12 @@ def silu_mul(gate_up: Tensor, *, exact: bool = False) -> Tensor:
     checks.dtype("gate_up", gate_up, checks.FLOATS)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: shape {list(gate_up.shape)}; allowed is an even last axis, gate and up")
+    if native := native_for(gate_up):
+        out = torch.empty(len(gate_up), gate_up.shape[-1] // 2, dtype=gate_up.dtype)
+        native.silu_mul(gate_up.contiguous(), out)
+        return out
     if exact:
-        _exact("gate_up", gate_up)
+        checks.exact("gate_up", gate_up)
         return torch_exact.silu_mul(gate_up)
     return torch_small.silu_mul(gate_up)
 
@@ -218,3 +230,8 @@ def sample(
         checks.shape(name, x, logits.shape[:1], "B")
     checks.dtype("uniforms", uniforms, (torch.float64,))
     return torch_sample.sample(logits, temperature, top_p, top_k, min_p, uniforms)
+
+
+def _side_by_side(x: Tensor) -> bool:
+    """Whether the heads of a row of x [T, n, D] follow each other, as the native kernels read them."""
+    return x.stride(1) == x.shape[2] and x.stride(2) == 1

@@ -5,7 +5,7 @@ Knows lengths and block numbers; knows nothing of heads, dtypes or the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -31,12 +31,54 @@ class SequencePlan:
         return torch.ones(self.rows, self.keys, dtype=torch.bool, device=device).tril_(self.keys - self.rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """Built once per engine step by `plan`, shared by all layers, valid for the tensors it was built from."""
+    """Built once per engine step by `plan`, shared by all layers, valid while its tensors stay as they were."""
 
-    tokens: int
-    sequences: tuple[SequencePlan, ...]
+    cu_q: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    starts: tuple[int, ...]  # cu_q on the host
+    lengths: tuple[int, ...]  # seq_lens on the host
+    _checked: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        return self.starts[-1]
+
+    @cached_property
+    def sequences(self) -> tuple[SequencePlan, ...]:
+        """For who computes sequence by sequence. It takes time to make: a native kernel reads the tensors."""
+        table = self.block_table.long()  # block * stride passes 2^31 in a cache of a few gigabytes
+        return tuple(
+            SequencePlan(first_row=begin, rows=end - begin, keys=keys, blocks=blocks)
+            for (begin, end), keys, blocks in zip(pairwise(self.starts), self.lengths, table, strict=True)
+        )
+
+    def check_blocks(self, num_blocks: int, block_size: int) -> None:
+        """That every position lies in a block of such a cache. Looks once, however many layers ask.
+
+        Raises ValueError for too few blocks and, on CPUs, for numbers past the cache's ends: elsewhere they
+        are not looked at, a look would make the device wait.
+        """
+        if (num_blocks, block_size) in self._checked:
+            return
+        columns = self.block_table.shape[1]
+        if (longest := max(self.lengths, default=0)) > columns * block_size:
+            raise ValueError(
+                f"block_table: {columns} blocks of {block_size} positions a sequence; one has {longest} positions"
+            )
+        if self.block_table.device.type == "cpu" and self.block_table.numel():
+            low, high = map(int, self.block_table.aminmax())
+            if low < 0 or high >= num_blocks:  # perhaps in the padding alone, which may hold anything
+                self._check_used(num_blocks, block_size)
+        self._checked.add((num_blocks, block_size))
+
+    def _check_used(self, num_blocks: int, block_size: int) -> None:
+        for b, (line, keys) in enumerate(zip(self.block_table.tolist(), self.lengths, strict=True)):
+            for block in line[: -(-keys // block_size)]:
+                if not 0 <= block < num_blocks:
+                    raise ValueError(f"block_table: block {block} in sequence {b}; allowed is 0 to {num_blocks - 1}")
 
 
 def plan(cu_q: Tensor, seq_lens: Tensor, block_table: Tensor) -> AttentionPlan:
@@ -46,23 +88,20 @@ def plan(cu_q: Tensor, seq_lens: Tensor, block_table: Tensor) -> AttentionPlan:
     seq_lens     int32 [B]      keys of sequence b, the rows of this step included
     block_table  int32 [B, max_blocks]  the block of position p is block_table[b, p // block_size]
 
-    Reads the lengths on the host. Raises ValueError for a wrong shape or dtype, or a cu_q that falls.
+    All contiguous, on one device. Reads the lengths on the host. Raises ValueError for a wrong shape, dtype or
+    layout, a cu_q that falls and a negative length; `AttentionPlan.check_blocks` looks at the blocks.
     """
-    sequences = seq_lens.shape[0]
     checks.shape("seq_lens", seq_lens, (None,), "B")
+    sequences = len(seq_lens)
     checks.shape("cu_q", cu_q, (sequences + 1,), "B + 1")
     checks.shape("block_table", block_table, (sequences, None), "B, max_blocks")
     for name, x in (("cu_q", cu_q), ("seq_lens", seq_lens), ("block_table", block_table)):
         checks.dtype(name, x, (torch.int32,))
-    starts: list[int] = cu_q.tolist()
-    lengths: list[int] = seq_lens.tolist()
+        checks.contiguous(name, x)
+    checks.same_device(cu_q, seq_lens=seq_lens, block_table=block_table)
+    starts, lengths = tuple(cu_q.tolist()), tuple(seq_lens.tolist())
     if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
-        raise ValueError(f"cu_q: {starts}; allowed are row numbers that start at 0 and never fall")
-    table = block_table.long()  # block * stride passes 2^31 in a cache of a few gigabytes
-    return AttentionPlan(
-        tokens=starts[-1],
-        sequences=tuple(
-            SequencePlan(first_row=begin, rows=end - begin, keys=keys, blocks=blocks)
-            for (begin, end), keys, blocks in zip(pairwise(starts), lengths, table, strict=True)
-        ),
-    )
+        raise ValueError(f"cu_q: {list(starts)}; allowed are row numbers that start at 0 and never fall")
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"seq_lens: {list(lengths)}; allowed is 0 or more")
+    return AttentionPlan(cu_q, seq_lens, block_table, starts, lengths)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layout import Layout, read_blocks
 from .plan import AttentionPlan, SequencePlan
 
 
@@ -27,6 +28,7 @@ def paged_attention(
     scale: float,
     out: Tensor,
     lse: Tensor | None,
+    layout: Layout,
 ) -> None:
     """Fill `out` (and `lse`). The contract stands at `ops.paged_attention`, which has checked everything."""
     common = window is None and softcap is None and sinks is None and lse is None and kv.dtype == q.dtype
@@ -36,7 +38,7 @@ def paged_attention(
             continue
         # the first row is the one that looks back furthest
         first = 0 if window is None else min(s.keys, max(0, s.keys - s.rows - window + 1))
-        k, v = _gather(kv, s, first)
+        k, v = _gather(kv, s, first, layout)
         if common and s.keys > 0 and (s.keys >= s.rows or not causal):
             _fused(q[rows], k, v, s, causal, scale, out[rows])
         else:
@@ -46,19 +48,13 @@ def paged_attention(
             _written_out(q[rows], k, v, visible, softcap, sinks, scale, out[rows], row_lse)
 
 
-def _gather(kv: Tensor, s: SequencePlan, first: int) -> tuple[Tensor, Tensor]:
+def _gather(kv: Tensor, s: SequencePlan, first: int, layout: Layout) -> tuple[Tensor, Tensor]:
     """K and V of positions first .. keys - 1, each [kv_heads, keys - first, head_dim]."""
-    block_size, head_dim = kv.shape[3], kv.shape[4]
-    first_block = first // block_size
-    wanted = s.blocks[first_block : -(-s.keys // block_size)]
-    heads_first = kv.permute(1, 2, 0, 3, 4)  # one copy both gathers the blocks and joins them per head
-    if kv.dtype == torch.float8_e4m3fn:  # no gather for this dtype in torch: move the bytes
-        pages = heads_first.view(torch.uint8).index_select(2, wanted).view(kv.dtype)
-    else:
-        pages = heads_first.index_select(2, wanted)
-    skipped = first_block * block_size
-    k, v = pages.view(2, kv.shape[2], -1, head_dim)[:, :, first - skipped : s.keys - skipped]
-    return k, v
+    block_size = kv.shape[3]
+    skipped = first // block_size
+    k, v = read_blocks(kv, s.blocks[skipped : -(-s.keys // block_size)], layout)
+    held = slice(first - skipped * block_size, s.keys - skipped * block_size)
+    return k[:, held], v[:, held]
 
 
 def _visible(s: SequencePlan, first: int, causal: bool, window: int | None) -> Tensor | None:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layout import Layout, read_blocks
 from .plan import AttentionPlan, SequencePlan
 
 LEAST_ROWS = 4  # with fewer, MKL takes other kernels, whose last bits differ: such products are padded with zeros
@@ -40,16 +41,31 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, plan: AttentionPlan, *, causal: bool, window: int | None, scale: float, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    layout: Layout,
 ) -> None:
     """Fill `out`. The contract stands at `ops.paged_attention`, which has checked everything."""
     for s in plan.sequences:
         if s.rows:
-            _attend(q[s.first_row : s.first_row + s.rows], kv, s, causal, window, scale, out)
+            _attend(q[s.first_row : s.first_row + s.rows], kv, s, causal, window, scale, out, layout)
 
 
 def _attend(
-    q: Tensor, kv: Tensor, s: SequencePlan, causal: bool, window: int | None, scale: float, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    s: SequencePlan,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    out: Tensor,
+    layout: Layout,
 ) -> None:
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
@@ -57,7 +73,7 @@ def _attend(
     packed = q.reshape(rows, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
     seen = 0 if window is None else min(s.keys, max(0, s.keys - s.rows - window + 1))  # the first position
     first = seen // TILE * TILE
-    k, v = _tiles(kv, s, first, seen)
+    k, v = _tiles(kv, s, first, seen, layout)
     position = torch.arange(s.keys - rows, s.keys).repeat_interleave(group)[:, None]
     result = torch.empty_like(packed)
     for begin in range(0, rows * group, MOST_ROWS):
@@ -105,16 +121,15 @@ def _rows(
     return mixed / total.masked_fill(total == 0, 1.0)
 
 
-def _tiles(kv: Tensor, s: SequencePlan, first: int, seen: int) -> tuple[Tensor, Tensor]:
+def _tiles(kv: Tensor, s: SequencePlan, first: int, seen: int, layout: Layout) -> tuple[Tensor, Tensor]:
     """K and V from position `first` to the end of the last tile, each [kv_heads, n * TILE, head_dim]. Slots that no
     row sees, before position `seen` or past the end, are zeros, whatever they hold: 0 * NaN would be NaN."""
-    block_size, head_dim = kv.shape[3], kv.shape[4]
+    block_size = kv.shape[3]
     skipped = first // block_size
-    pages = kv.permute(1, 2, 0, 3, 4).index_select(2, s.blocks[skipped : -(-s.keys // block_size)])
-    slots = pages.reshape(2, kv.shape[2], pages.shape[2] * block_size, head_dim)
-    held = slots[:, :, seen - skipped * block_size : s.keys - skipped * block_size]
-    k, v = F.pad(held, (0, 0, seen - first, (first - s.keys) % TILE))
-    return k, v
+    k, v = read_blocks(kv, s.blocks[skipped : -(-s.keys // block_size)], layout)
+    held = slice(seen - skipped * block_size, s.keys - skipped * block_size)
+    zeros = (0, 0, seen - first, (first - s.keys) % TILE)
+    return F.pad(k[:, held], zeros), F.pad(v[:, held], zeros)
 
 
 def _padded(x: Tensor, axis: int) -> Tensor:

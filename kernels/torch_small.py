@@ -6,22 +6,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layout import Layout, write_slots
+
 
 def rope_and_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, kv: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    kv: Tensor,
+    *,
+    layout: Layout,
 ) -> Tensor:
     half = q.shape[-1] // 2
     c, s = cos[positions, None, :half], sin[positions, None, :half]
     rotated_k = _rotate(k, c, s)
-    block_size = kv.shape[3]
     written = slots >= 0
     if not bool(written.all()):
         slots, rotated_k, v = slots[written], rotated_k[written], v[written]
-    slots = slots.long()  # before any product: a slot times its stride passes 2^31
-    where = (slots // block_size, slots % block_size)
-    by_slot = kv.permute(1, 0, 3, 2, 4)  # [2, num_blocks, block_size, kv_heads, head_dim]
-    by_slot[0].index_put_(where, rotated_k)
-    by_slot[1].index_put_(where, v)
+    write_slots(kv, slots, rotated_k, v, layout)
     return _rotate(q, c, s)
 
 

@@ -121,7 +121,7 @@ class Geometry:
     head_dim: int
     block_size: int
     dtype: str
-    layout: str = "plain"
+    layout: str = "plain"  # how K and V lie in a block: of the deployment, never of a machine
     tensor_parallel: int = 1
 
     def __str__(self) -> str:

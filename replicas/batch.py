@@ -37,9 +37,7 @@ class Batch:
 
     tokens, positions  int64 [T]
     slots              int64 [T]  block * block_size + offset: where the token's K and V are written
-    block_table        int32 [B, max_blocks]  padded with 0, the null block
-    seq_lens           int32 [B]  positions of the sequence, this step's included
-    cu_q               int32 [B + 1]  sequence b owns tokens cu_q[b] .. cu_q[b + 1] - 1
+    plan               of the B sequences; block tables are padded with 0, the null block
     logit_rows         int64 [n]  the tokens whose logits are wanted, in the order of the rows
     scored_rows        int64 [m]  the tokens whose logits are wanted only for the logprobs of what follows them
     targets, tops      m each: what follows, and how many most probable ones are wanted besides
@@ -48,9 +46,6 @@ class Batch:
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    cu_q: Tensor
     plan: AttentionPlan
     logit_rows: Tensor
     scored_rows: Tensor
@@ -85,9 +80,6 @@ def build_batch(rows: Sequence[Row], block_size: int) -> Batch:
         tokens=torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64),
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(slots),
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_q=cu_q,
         plan=plan(cu_q, seq_lens, block_table),
         logit_rows=torch.from_numpy(first[1:][wanted] - 1),
         scored_rows=torch.tensor(scored, dtype=torch.int64),

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from bifolio.kv_manager.config import FrozenConfig
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+Quantization = Literal["int8"]
+Backend = Literal["auto", "avx512", "avx2", "generic", "torch"]
 
 
 class ModelConfig(FrozenConfig):
@@ -27,6 +29,10 @@ class ModelConfig(FrozenConfig):
     dtype: Dtype | None = Field(
         default=None,
         description="Of weights, activations and KV cache; null takes float32 if engine.exact, else bfloat16.",
+    )
+    quantization: Quantization | None = Field(
+        default=None,
+        description="int8 rounds the linears' weights to 8 bits when a replica starts; null leaves them as they are.",
     )
 
 
@@ -48,9 +54,13 @@ class EngineConfig(FrozenConfig):
     )
     max_sequences: int = Field(default=32, ge=1, le=1024, description="Sequences computed in one step.")
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads of one replica's computing.")
+    kernels: Backend = Field(
+        default="auto",
+        description="What computes: auto takes the native kernels that suit the CPU best, torch where none were built.",
+    )
     exact: bool = Field(
         default=False,
-        description="Bit-equal logits however they are computed, in float32 on CPUs; refused where that does not hold.",
+        description="Bit-equal logits however they are computed, on CPUs; refused where that does not hold.",
     )
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bifolio.kernels import self_check
+from bifolio.kernels import Quantization, kv_layout, self_check, use
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.tags import BlockTags
 from bifolio.protos.errors import ConfigError
@@ -41,6 +41,7 @@ class ReplicaSpec:
 
     model: Path
     dtype: str
+    quantization: Quantization | None
     engine: EngineConfig
     kv: KvConfig
     manager: tuple[str, str]  # name and namespace of the KV manager actor
@@ -48,23 +49,30 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory; `name` says what it computes: weights, dtype and, if exact, this machine's bits."""
+    """A model in memory; `name` says what it computes: weights, dtype, quantization, if exact the machine's bits."""
 
     llama: Llama
     name: str
 
 
 def load_model(spec: ReplicaSpec) -> LoadedModel:
-    """ConfigError for a model that cannot be computed, and for exactness that this machine does not keep."""
+    """ConfigError for a model that cannot be computed here: kernels that are not, exactness that is not kept."""
     torch.set_num_threads(spec.engine.threads)
     began = time.monotonic()
+    try:
+        kernels = use(spec.engine.kernels)
+    except ValueError as error:
+        raise ConfigError(f"engine.kernels: {error}") from error
     config, weights = load(spec.model, DTYPES[spec.dtype])
     config = replace(config, max_positions=min(config.max_positions, spec.engine.cache_tokens))  # what can ever be used
-    llama = Llama(config, weights, exact=spec.engine.exact)
-    parts = [fingerprint(spec.model), spec.dtype]
+    try:
+        llama = Llama(config, weights, quantization=spec.quantization, exact=spec.engine.exact)
+    except ValueError as error:
+        raise ConfigError(f"engine.exact with {kernels} kernels: {error}; use float32 without quantization") from error
+    parts = [fingerprint(spec.model), spec.dtype, *([spec.quantization] if spec.quantization else [])]
     if spec.engine.exact:
         parts.append(f"exact-{_bits_of(llama)}")
-    logger.info("model loaded in %.1f s: %s", time.monotonic() - began, "/".join(parts))
+    logger.info("model loaded in %.1f s: %s, %s kernels", time.monotonic() - began, "/".join(parts), kernels)
     return LoadedModel(llama, "/".join(parts))
 
 
@@ -86,11 +94,11 @@ class Core:
         model = model or load_model(spec)
         config, engine = model.llama.config, spec.engine
         blocks = engine.cache_tokens // engine.block_size
-        self.cache = KvCache(
-            blocks, config.layers, config.kv_heads, engine.block_size, config.head_dim, DTYPES[spec.dtype]
-        )
+        dtype = DTYPES[spec.dtype]
+        layout = kv_layout(dtype, config.head_dim, engine.block_size)
+        self.cache = KvCache(blocks, config.layers, config.kv_heads, engine.block_size, config.head_dim, dtype, layout)
         self.geometry = Geometry(
-            model.name, config.layers, config.kv_heads, config.head_dim, engine.block_size, spec.dtype
+            model.name, config.layers, config.kv_heads, config.head_dim, engine.block_size, spec.dtype, layout
         )
         self.vocabulary = config.vocab_size
         self.tags = BlockTags(replica, blocks, grows=role == "decode", growth_s=spec.kv.growth_s)

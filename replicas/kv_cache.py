@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bifolio.kernels import Layout
+
 
 class KvCache:
     """Usable blocks are numbered 1 .. `blocks`. Block 0 is the null block: zeros, never leased, read or
@@ -19,12 +21,23 @@ class KvCache:
     """
 
     def __init__(
-        self, blocks: int, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+        self,
+        blocks: int,
+        layers: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        layout: Layout = "plain",
     ) -> None:
-        """Allocate. The memory is zero, and the operating system gives it only as it is first written."""
+        """Allocate. The memory is zero, and the operating system gives it only as it is first written.
+
+        `layout` says how the K and V of a head lie in a block; the kernels are told.
+        """
         self.blocks = blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.layout = layout
         shape = (blocks + 1, layers, 2, kv_heads, block_size, head_dim)
         self._tensor = torch.zeros(shape, dtype=dtype)
         self._layers = tuple(self._tensor[:, i] for i in range(layers))

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
-
-ROOT = Path(__file__).parents[2]
-FOLDERS = ["cluster", "kernels", "kv_manager", "protos", "replicas"]
-
-
-def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from checkout import FOLDERS, ISAS, ROOT, copy_sources, run
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves its traces beside the sources."""
-    place = tmp_path_factory.mktemp("wheel")
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, place)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "dist", ".", cwd=place)
-    (built,) = (place / "dist").iterdir()
-    return built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel made from nothing but the sdist."""
+    place = copy_sources(tmp_path_factory.mktemp("wheel"))
+    run(sys.executable, "-m", "build", "--no-isolation", cwd=place, BIFOLIO_REQUIRE_NATIVE="1")
+    return place / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (wheel,) = built.glob("*.whl")
+    return wheel
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +46,34 @@ def test_the_wheel_holds_the_five_folders_and_nothing_else(wheel: Path) -> None:
     assert {tuple(name.split("/")[:2]) for name in names} == {("bifolio", folder) for folder in FOLDERS}
     sources = {f"bifolio/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).glob("*.py")}
     assert sources <= set(names)
-    assert {name.rpartition(".")[2] for name in names} == {"py", "pyi", "proto", "typed"}
+    assert {name.rpartition(".")[2] for name in names} == {"py", "pyi", "proto", "typed", "so"}
+    libraries = {f"bifolio/kernels/native_{isa}.so" for isa in ISAS}
+    assert {name for name in names if name.endswith(".so")} == libraries
     for folder in FOLDERS:
         assert f"bifolio/{folder}/py.typed" in names
     assert {name for name in names if name.endswith(".proto")} == {
         "bifolio/protos/inference.proto",
         "bifolio/protos/kv.proto",
     }
+
+
+def test_the_wheel_is_for_this_platform_and_any_python(wheel: Path) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.stem.split("-")[2:] == ["py3", "none", platform]
+
+
+def test_the_sdist_holds_what_compiles_the_kernels(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    native = {f"kernels/native/{path.name}" for path in (ROOT / "kernels" / "native").iterdir()}
+    assert {"setup.py", "kernels/native/kernels.cpp", *native} <= names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+def test_the_libraries_load_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    code = "from bifolio.kernels import library\nprint(library.built())\nlibrary.load(library.best())"
+    assert run(installed / "bin" / "python", "-W", "ignore", "-c", code, cwd=tmp_path) == f"{ISAS}\n"
 
 
 def test_the_command_works_from_the_wheel(installed: Path, tmp_path: Path) -> None:

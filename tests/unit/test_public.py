@@ -16,19 +16,20 @@ def test_kernels():
     }
     assert signatures == {
         "paged_attention": [
-            *("q", "kv", "block_table", "seq_lens", "cu_q", "plan"),
-            *("causal", "window", "softcap", "sinks", "k_scale", "v_scale", "scale", "out", "lse", "exact"),
+            *("q", "kv", "plan", "causal", "window", "softcap", "sinks", "k_scale", "v_scale", "scale", "out", "lse"),
+            *("exact", "layout"),
         ],
+        "kv_layout": ["dtype", "head_dim", "block_size", "device_type"],
         "linear": ["x", "weight", "bias", "exact"],
         "plan": ["cu_q", "seq_lens", "block_table"],
         "rms_norm": ["x", "residual", "weight", "eps"],
-        "rope_and_write": ["q", "k", "v", "cos", "sin", "positions", "slots", "kv"],
+        "rope_and_write": ["q", "k", "v", "cos", "sin", "positions", "slots", "kv", "layout"],
         "rope_tables": ["frequencies", "max_positions", "scale"],
         "sample": ["logits", "temperature", "top_p", "top_k", "min_p", "uniforms"],
         "self_check": ["weights", "heads", "kv_heads", "head_dim", "windows"],
         "silu_mul": ["gate_up", "exact"],
     }
-    assert sorted(set(bifolio.kernels.__all__) - signatures.keys()) == ["AttentionPlan"]
+    assert sorted(set(bifolio.kernels.__all__) - signatures.keys()) == ["AttentionPlan", "Layout"]
 
 
 def test_the_grpc_service():

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from layout_kit import WORD, packed
 from torch import Tensor
 
-from bifolio.kernels import paged_attention, plan
+from bifolio.kernels import Layout, paged_attention, plan
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -45,9 +46,14 @@ class Case:
         self.seq_lens = torch.tensor([n for _, n in self.lens], dtype=torch.int32)
         self.q = torch.randn(int(self.cu_q[-1]), self.hq, self.d, generator=g).to(self.dtype)
 
-    def run(self, **options: object) -> Tensor:
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        return ("plain", "packed") if self.dtype in WORD else ("plain",)
+
+    def run(self, layout: Layout = "plain", **options: object) -> Tensor:
         built = plan(self.cu_q, self.seq_lens, self.table)
-        return paged_attention(self.q, self.kv, self.table, self.seq_lens, self.cu_q, built, **options)  # type: ignore[arg-type]
+        kv = packed(self.kv) if layout == "packed" else self.kv
+        return paged_attention(self.q, kv, built, layout=layout, **options)  # type: ignore[arg-type]
 
     def expected(
         self,
@@ -78,15 +84,17 @@ class Case:
         return out, lse
 
     def check(self, **options: object) -> None:
-        """Every backend that takes these options."""
+        """Every backend that takes these options, in every layout."""
         want, _ = self.expected(**options)  # type: ignore[arg-type]
         exact = self.dtype == torch.float32 and not options.keys() & {"softcap", "sinks"}
         for backend in ({}, {"exact": True}) if exact else ({},):
-            got = self.run(**options, **backend)
-            assert torch.isfinite(got).all()
-            torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[self.dtype])
+            for layout in self.layouts:
+                got = self.run(layout, **options, **backend)
+                assert torch.isfinite(got).all()
+                torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[self.dtype])
 
 
+PACKABLE = [torch.float32, torch.bfloat16]
 MIXED = [(1, 40), (17, 50), (9, 9), (1, 1), (33, 64)]
 
 
@@ -100,21 +108,39 @@ def test_any_number_of_query_heads_per_kv_head(group: int) -> None:
     Case([(1, 19), (5, 23)], hq=2 * group, hk=2, d=32).check()
 
 
-@pytest.mark.parametrize("d", [32, 40, 72, 80, 96, 112, 128, 160, 192, 256])
-def test_any_head_size(d: int) -> None:
-    Case([(1, 19), (5, 23)], d=d).check()
+@pytest.mark.parametrize("dtype", PACKABLE)
+@pytest.mark.parametrize("d", [32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256])
+def test_any_head_size(d: int, dtype: torch.dtype) -> None:
+    Case([(1, 19), (5, 23)], d=d, dtype=dtype).check()
 
 
+@pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("p", [8, 16, 24, 48, 64, 128, 256])
-def test_any_block_size(p: int) -> None:
-    Case([(1, 150), (5, 131)], d=32, p=p).check()
+def test_any_block_size(p: int, dtype: torch.dtype) -> None:
+    Case([(1, 150), (5, 131)], d=32, p=p, dtype=dtype).check()
 
 
-@pytest.mark.parametrize("keys", [32, 48, 64, 96])
-def test_unused_slots_of_a_full_last_block_do_not_leak(keys: int) -> None:
-    Case([(1, keys)], p=128).check()
+def test_an_odd_head_or_block_can_be_packed_at_float32() -> None:
+    Case([(1, 19), (5, 23)], d=33, p=9).check()
 
 
+@pytest.mark.parametrize("dtype", PACKABLE)
+@pytest.mark.parametrize("keys", [32, 48, 64, 96, 33, 127])  # at an odd end, a word holds a key and an unused slot
+def test_unused_slots_of_a_last_block_do_not_leak(keys: int, dtype: torch.dtype) -> None:
+    Case([(1, keys)], p=128, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 15, 16, 17])
+def test_slots_before_every_window_do_not_leak(window: int) -> None:
+    for dtype in PACKABLE:
+        case = Case([(1, 40), (3, 41)], dtype=dtype)
+        for b, (rows, keys) in enumerate(case.lens):
+            for j in range(keys - rows - window + 1):
+                case.kv[case.table[b, j // 16].long(), :, :, j % 16] = torch.nan
+        case.check(window=window)
+
+
+@pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize(
     "options",
     [
@@ -127,42 +153,46 @@ def test_unused_slots_of_a_full_last_block_do_not_leak(keys: int) -> None:
         {"sinks": torch.linspace(-2, 3, 6), "window": 5, "softcap": 3.0},
     ],
 )
-def test_options(options: dict[str, object]) -> None:
-    Case(MIXED).check(**options)
+def test_options(options: dict[str, object], dtype: torch.dtype) -> None:
+    Case(MIXED, dtype=dtype).check(**options)
 
 
 def test_lse_is_the_logarithm_of_the_denominator() -> None:
     case = Case(MIXED)
-    lse = torch.full(case.q.shape[:2], torch.nan)
-    case.run(lse=lse)
-    torch.testing.assert_close(lse.double(), case.expected()[1], rtol=0, atol=1e-5)
+    for layout in case.layouts:
+        lse = torch.full(case.q.shape[:2], torch.nan)
+        case.run(layout, lse=lse)
+        torch.testing.assert_close(lse.double(), case.expected()[1], rtol=0, atol=1e-5)
 
 
-def test_a_row_that_sees_no_key_gives_zero() -> None:
+@pytest.mark.parametrize("layout", ["plain", "packed"])
+def test_a_row_that_sees_no_key_gives_zero(layout: Layout) -> None:
     case = Case([(1, 7), (1, 0), (9, 5), (1, 9)])  # a padding row; a chunk longer than its keys
     out = torch.full(case.q.shape, torch.nan)
     lse = torch.full(case.q.shape[:2], torch.nan)
     want, want_lse = case.expected()
-    case.run(out=out)
+    case.run(layout, out=out)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
     assert (out[1:6] == 0).all()
-    case.run(out=out, lse=lse)
+    case.run(layout, out=out, lse=lse)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
     assert (out[1:6] == 0).all()
-    assert (case.run(exact=True)[1:6] == 0).all()
+    assert (case.run(layout, exact=True)[1:6] == 0).all()
 
 
-def test_row_i_sees_the_keys_up_to_its_own_position() -> None:
+@pytest.mark.parametrize("layout", ["plain", "packed"])
+def test_row_i_sees_the_keys_up_to_its_own_position(layout: Layout) -> None:
     case = Case([(17, 50)], hq=1, hk=1, d=64)
     for j in range(50):  # V of position j is one-hot: the output lists the weights
         case.kv[case.table[0, j // 16].long(), 1, 0, j % 16] = torch.eye(64)[j]
     for options in ({}, {"softcap": 1e3}, {"exact": True}):
-        seen = (case.run(**options)[:, 0] > 0).sum(dim=1)
+        seen = (case.run(layout, **options)[:, 0] > 0).sum(dim=1)
         assert seen.tolist() == [33 + i + 1 for i in range(17)]
 
 
 def test_no_sequences_and_no_rows() -> None:
-    assert Case([]).run().shape == (0, 6, 64)
+    for layout in Case([]).layouts:
+        assert Case([]).run(layout).shape == (0, 6, 64)
     Case([(0, 5), (1, 5), (0, 0)]).check()
 
 
@@ -172,16 +202,18 @@ def test_a_huge_score_under_a_softcap_stays_finite() -> None:
     assert torch.isfinite(case.run(softcap=50.0)).all()
 
 
+@pytest.mark.parametrize("layout", ["plain", "packed"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
-def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(options: dict[str, object]) -> None:
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(options: dict[str, object], layout: Layout) -> None:
     case = Case(MIXED, dtype=torch.bfloat16)
-    together = case.run(**options)
+    together = case.run(layout, **options)
+    kv = packed(case.kv) if layout == "packed" else case.kv
     for b in range(len(MIXED)):
         rows = slice(int(case.cu_q[b]), int(case.cu_q[b + 1]))
         table, keys = case.table[b : b + 1], case.seq_lens[b : b + 1]
         cu_q = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
         built = plan(cu_q, keys, table)
-        alone = paged_attention(case.q[rows], case.kv, table, keys, cu_q, built, **options)  # type: ignore[arg-type]
+        alone = paged_attention(case.q[rows], kv, built, layout=layout, **options)  # type: ignore[arg-type]
         assert torch.equal(alone, together[rows])
 
 
@@ -220,3 +252,30 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, object], named: 
     case.q, case.kv = change.pop("q", case.q), change.pop("kv", case.kv)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=named):
         case.run(**change)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "p", "d", "layout", "named"),
+    [
+        (torch.float32, 16, 64, "vnni", "layout: 'vnni'; allowed: plain, packed"),
+        (torch.float16, 16, 64, "packed", "layout: packed with dtype torch.float16"),
+        (torch.float8_e4m3fn, 16, 64, "packed", "layout: packed with dtype torch.float8_e4m3fn"),
+        (torch.bfloat16, 9, 64, "packed", "layout: packed with block_size 9"),
+        (torch.bfloat16, 16, 65, "packed", "layout: packed with .*head_dim 65.* multiples of 2"),
+    ],
+)
+def test_a_layout_that_a_cache_cannot_have_is_refused(
+    dtype: torch.dtype, p: int, d: int, layout: Layout, named: str
+) -> None:
+    q = torch.zeros(1, 2, d, dtype=torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)
+    one = torch.ones(1, dtype=torch.int32)
+    built = plan(torch.tensor([0, 1], dtype=torch.int32), one, one[None])
+    with pytest.raises(ValueError, match=named):
+        paged_attention(q, torch.zeros(2, 2, 2, p, d).to(dtype), built, layout=layout)
+
+
+def test_blocks_that_the_cache_does_not_have_are_refused() -> None:
+    case = Case([(2, 20)])
+    case.table[0, 1] = len(case.kv)
+    with pytest.raises(ValueError, match="block_table: block 3 in sequence 0; allowed is 0 to 2"):
+        case.run()

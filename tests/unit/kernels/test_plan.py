@@ -32,3 +32,44 @@ def test_block_numbers_are_64_bit() -> None:
 def test_row_numbers_that_make_no_sense_are_refused(cu_q: torch.Tensor, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         plan(cu_q, i32(1), i32(1)[None])
+
+
+def test_a_negative_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"seq_lens: \[3, -1\]"):
+        plan(i32(0, 1, 2), i32(3, -1), torch.zeros(2, 1, dtype=torch.int32))
+
+
+def test_a_table_that_is_not_contiguous_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_table: stride"):
+        plan(i32(0, 1, 2), i32(1, 1), torch.zeros(2, 4, dtype=torch.int32)[:, :2])
+
+
+def test_sequences_are_made_when_they_are_asked_for_and_once() -> None:
+    built = plan(i32(0, 1), i32(1), i32(1)[None])
+    assert "sequences" not in vars(built)
+    assert built.sequences is built.sequences
+
+
+def test_blocks_must_cover_the_keys() -> None:
+    built = plan(i32(0, 1, 2), i32(17, 3), i32(1, 2, 3, 0).view(2, 2))
+    built.check_blocks(4, 9)
+    with pytest.raises(ValueError, match=r"block_table: 2 blocks of 8 positions .* 17 positions"):
+        built.check_blocks(4, 8)
+
+
+@pytest.mark.parametrize("block", [-1, 4])
+def test_blocks_outside_the_cache_are_refused_where_they_are_used(block: int) -> None:
+    used = plan(i32(0, 1, 2), i32(16, 9), i32(1, 2, 3, block).view(2, 2))
+    with pytest.raises(ValueError, match=f"block_table: block {block} in sequence 1; allowed is 0 to 3"):
+        used.check_blocks(4, 8)
+    plan(i32(0, 1, 2), i32(16, 8), i32(1, 2, 3, block).view(2, 2)).check_blocks(4, 8)
+
+
+def test_blocks_are_looked_at_once_for_all_layers() -> None:
+    table = i32(1, 2)[None]
+    built = plan(i32(0, 1), i32(16), table)
+    built.check_blocks(3, 8)
+    table[0, 1] = 9  # nobody may do this; it shows who looks
+    built.check_blocks(3, 8)
+    with pytest.raises(ValueError, match="block 9"):
+        built.check_blocks(4, 8)

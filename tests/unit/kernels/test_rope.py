@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layout_kit import packed
 from torch import Tensor
 
-from bifolio.kernels import rope_and_write, rope_tables
+from bifolio.kernels import Layout, rope_and_write, rope_tables
 
 HQ, HK, D, P = 6, 2, 40, 8
 FREQUENCIES = 1e4 ** (-torch.arange(0, D, 2) / D)
@@ -58,6 +59,29 @@ def test_nothing_is_written_where_every_slot_is_skipped() -> None:
     assert torch.isnan(run([-1, -1])[-1]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d", [32, 64, 80, 96, 256])
+@pytest.mark.parametrize("p", [8, 16, 24, 256])
+def test_a_packed_cache_is_written_like_a_plain_one(p: int, d: int, dtype: torch.dtype) -> None:
+    """The same slots, nothing beside them: of two that share a word, one alone, both at once, one after the other."""
+    g = torch.Generator().manual_seed(p + d)
+    tables = rope_tables(1e4 ** (-torch.arange(0, d, 2) / d), 64)
+    caches = {"plain": torch.full((4, 3, 2, HK, p, d), torch.nan, dtype=dtype)[:, 1]}
+    caches["packed"] = packed(caches["plain"])
+    for slots in ([0, p + 3, -1, 2 * p + 4, 2 * p + 5, 4 * p - 1], [p + 2, -1, 3 * p + 1], [-1], []):
+        heads = torch.randn(len(slots), HQ + 2 * HK, d, generator=g).to(dtype)
+        where = torch.tensor(slots, dtype=torch.int64)
+        results = []
+        for layout, cache in caches.items():
+            before = heads.clone()
+            q, k, v = torch.split(heads, (HQ, HK, HK), dim=1)
+            results.append(rope_and_write(q, k, v, *tables, where.abs() % 64, where, cache, layout=layout))  # type: ignore[arg-type]
+            assert torch.equal(heads, before)
+        assert torch.equal(*results)
+        torch.testing.assert_close(caches["packed"], packed(caches["plain"]), rtol=0, atol=0, equal_nan=True)
+    assert torch.isfinite(caches["plain"]).all(-1).sum() == 7 * 2 * HK  # and all else is NaN still
+
+
 def test_the_scale_of_the_tables_scales_what_they_rotate() -> None:
     cos, sin = rope_tables(FREQUENCIES, 9, 1.5)
     assert (cos.shape, cos.dtype) == ((9, D), torch.float32)
@@ -79,3 +103,13 @@ def test_another_dtype_of_cache_is_refused() -> None:
     zero = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="kv: dtype"):
         rope_and_write(x, x, x, cos, sin, zero, zero, torch.zeros(2, 2, HK, P, D, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [(torch.float16, "packed"), (torch.float32, "transposed")])
+def test_a_layout_that_a_cache_cannot_have_is_refused(dtype: torch.dtype, layout: Layout) -> None:
+    x = torch.zeros(1, HK, D, dtype=dtype)
+    zero = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"layout: .?{layout}"):
+        rope_and_write(
+            x, x, x, *rope_tables(FREQUENCIES, 4), zero, zero, torch.zeros(2, 2, HK, P, D, dtype=dtype), layout=layout
+        )

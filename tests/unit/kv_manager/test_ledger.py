@@ -28,6 +28,12 @@ def test_same_model_of_another_geometry_is_refused(ledger: Ledger, decode: Side)
     assert [r.id for r in ledger.replicas()] == ["d"]
 
 
+def test_another_layout_is_refused_and_both_are_named(ledger: Ledger, decode: Side) -> None:
+    other = replace(info("e"), geometry=replace(GEOMETRY, layout="packed"))
+    with pytest.raises(GeometryMismatch, match=r"e \(.*layout=packed.*d \(.*layout=plain"):
+        Side(ledger, other)
+
+
 def test_other_models_are_other_groups(ledger: Ledger, decode: Side) -> None:
     Side(ledger, replace(info("p", "prefill"), geometry=replace(GEOMETRY, fingerprint="other", block_size=16)))
     assert placed(ledger, ask("a")).prefill is None

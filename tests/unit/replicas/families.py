@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bifolio.kernels import kv_layout
 from bifolio.replicas.batch import Row, build_batch
 from bifolio.replicas.kv_cache import KvCache
 from bifolio.replicas.llama import Llama, LlamaConfig
@@ -115,7 +116,8 @@ def logits_in_steps(
     of its next tokens)."""
     c = model.config
     needed = [-(-len(sequence) // BLOCK) for sequence in sequences]
-    cache = KvCache(sum(needed), c.layers, c.kv_heads, BLOCK, c.head_dim, model.dtype)
+    layout = kv_layout(model.dtype, c.head_dim, BLOCK)  # as in a replica
+    cache = KvCache(sum(needed), c.layers, c.kv_heads, BLOCK, c.head_dim, model.dtype, layout)
     for i in range(c.layers):
         cache.layer(i).fill_(torch.nan)  # what is not written may not be read
     order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(9)) + 1).tolist()

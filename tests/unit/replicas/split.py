@@ -115,7 +115,7 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def pair(model: Path, *, split: bool = True, dtype: str = "float32", **engine: int) -> AsyncIterator[Pair]:
-    spec = ReplicaSpec(model, dtype, EngineConfig(**engine), KvConfig(), ("none", "none"))
+    spec = ReplicaSpec(model, dtype, None, EngineConfig(**engine), KvConfig(), ("none", "none"))
     ledger = Ledger(1, KvConfig(silence_s=60))
     decode = Core(spec, ReplicaId("decode#1"), "decode")
     streams = Streams(decode, spec.engine.max_sequences, lambda g: _close(ledger, decode, g), lambda: None)

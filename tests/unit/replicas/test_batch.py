@@ -12,9 +12,9 @@ def test_rows_become_tokens_positions_and_slots() -> None:
     assert batch.tokens.tolist() == [5, 6, 7, 8, 9, 1]
     assert batch.positions.tolist() == [7, 8, 9, 0, 16, 17]
     assert batch.slots.tolist() == [39, 72, 73, 16, 40, 41]
-    assert batch.block_table.tolist() == [[4, 9, 0], [2, 0, 0], [1, 7, 5]]
-    assert batch.seq_lens.tolist() == [10, 1, 18]
-    assert batch.cu_q.tolist() == [0, 3, 4, 6]
+    assert batch.plan.block_table.tolist() == [[4, 9, 0], [2, 0, 0], [1, 7, 5]]
+    assert batch.plan.seq_lens.tolist() == [10, 1, 18]
+    assert batch.plan.cu_q.tolist() == [0, 3, 4, 6]
     assert batch.logit_rows.tolist() == [3, 5]
     assert [(s.first_row, s.rows, s.keys) for s in batch.plan.sequences] == [
         (0, 3, 10),

@@ -64,3 +64,8 @@ def test_a_write_past_a_blocks_ends_is_refused() -> None:
     assert not c.layer(0).any()
     c.write(1, c.block_bytes - 2, b"xx")
     c.write(1, c.block_bytes, b"")
+
+
+def test_a_cache_says_its_layout() -> None:
+    assert cache().layout == "plain"
+    assert KvCache(3, 2, 2, 8, 32, torch.bfloat16, "packed").layout == "packed"

@@ -1,0 +1,123 @@
+"""A decoder layer of the Llama family over a paged cache: what a step does `layers` times, and nothing else.
+
+The torch version says in `ops.py`'s functions what happens; the native one is a single call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .bindings import LayerStruct, StepStruct, step_struct
+from .layout import Layout
+from .linear import LinearWeights, linear
+from .ops import paged_attention, rms_norm, rope_and_write, silu_mul
+from .plan import AttentionPlan
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """attention_norm, mlp_norm [hidden]; q_norm, k_norm [head_dim] each or None; window as in `paged_attention`."""
+
+    attention_norm: Tensor
+    qkv: LinearWeights  # to (heads + 2 * kv_heads) * head_dim
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: LinearWeights
+    mlp_norm: Tensor
+    gate_up: LinearWeights  # to 2 * intermediate
+    down: LinearWeights
+    head_dim: int
+    eps: float
+    window: int | None = None
+
+    @cached_property
+    def native(self) -> LayerStruct | None:
+        linears = [w.native for w in (self.qkv, self.o, self.gate_up, self.down)]
+        if any(native is None for native in linears):
+            return None
+        norms = (self.attention_norm, self.mlp_norm, self.q_norm, self.k_norm)
+        structs = [native[1] for native in linears if native]
+        pointers = [None if x is None else x.data_ptr() for x in norms]
+        return LayerStruct(*pointers, *structs, self.window or 0, self.eps)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Where the T rows of one engine step stand, for all its layers: made once a step.
+
+    cos, sin          float32 [max_positions, D], from `rope_tables`
+    positions, slots  int64 [T]  as in `rope_and_write`; the caller vouches that they are in range
+    plan              of the same T rows
+
+    Raises ValueError for a wrong shape, dtype or layout.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
+    plan: AttentionPlan
+
+    def __post_init__(self) -> None:
+        for name, x in (("cos", self.cos), ("sin", self.sin)):
+            checks.shape(name, x, (None, None), "max_positions, D")
+            checks.dtype(name, x, (torch.float32,))
+            checks.contiguous(name, x)
+        for name, x in (("positions", self.positions), ("slots", self.slots)):
+            checks.shape(name, x, (self.plan.tokens,), "T")
+            checks.dtype(name, x, (torch.int64,))
+            checks.contiguous(name, x)
+
+    @cached_property
+    def native(self) -> StepStruct:
+        return step_struct(self.cos, self.sin, self.positions, self.slots, self.plan)
+
+
+def decoder_layer(
+    x: Tensor, residual: Tensor, weights: LayerWeights, step: Step, kv: Tensor, *, layout: Layout = "plain"
+) -> None:
+    """Attention and MLP, each after its norm. MUTATES all three tensors: residual grows by x and by the attention's
+    output, x becomes the MLP's, K and V of the rows go to the cache at the step's slots.
+
+    x, residual  [T, hidden], contiguous, of the weights' dtype
+    kv           [num_blocks, 2, HK, P, D] of the same dtype, as in `paged_attention`; so is `layout`
+
+    Raises ValueError for a wrong shape, dtype or layout.
+    """
+    rows, hidden = step.plan.tokens, weights.qkv.inputs
+    for name, tensor in (("x", x), ("residual", residual)):
+        checks.shape(name, tensor, (rows, hidden), "T, hidden")
+        checks.dtype(name, tensor, (weights.qkv.dtype,))
+        checks.contiguous(name, tensor)
+    checks.kv_layer(kv, weights.head_dim)
+    checks.dtype("kv", kv, (x.dtype,))
+    checks.layout(layout, kv)
+    heads, kv_heads = weights.o.inputs // weights.head_dim, kv.shape[2]
+    if (heads + 2 * kv_heads) * weights.head_dim != weights.qkv.outputs:
+        allowed = (weights.qkv.outputs // weights.head_dim - heads) // 2
+        raise ValueError(f"kv: {kv_heads} KV heads; allowed is {allowed}, those of the layer's projection")
+    if weights.native is not None and weights.qkv.native is not None:
+        step.plan.check_blocks(len(kv), kv.shape[3])
+        weights.qkv.native[0].layer(x, residual, weights.native, step.native, kv, layout)
+        return
+    exact = weights.qkv.exact
+    normed, grown = rms_norm(x, residual, weights.attention_norm, weights.eps)
+    states = linear(normed, weights.qkv).view(rows, -1, weights.head_dim)
+    q, k, v = torch.split(states, [heads, kv_heads, kv_heads], dim=1)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q, k = _norm_heads(q, weights.q_norm, weights.eps), _norm_heads(k, weights.k_norm, weights.eps)
+    q = rope_and_write(q, k, v, step.cos, step.sin, step.positions, step.slots, kv, layout=layout)
+    mixed = paged_attention(q, kv, step.plan, window=weights.window, layout=layout, exact=exact)
+    normed, grown = rms_norm(linear(mixed.flatten(1), weights.o), grown, weights.mlp_norm, weights.eps)
+    residual.copy_(grown)
+    x.copy_(linear(silu_mul(linear(normed, weights.gate_up), exact=exact), weights.down))
+
+
+def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, n, head_dim] normed head by head."""
+    return rms_norm(heads.reshape(-1, heads.shape[-1]), None, weight, eps)[0].view(heads.shape)

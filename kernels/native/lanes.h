@@ -1,0 +1,278 @@
+// Sixteen float lanes, whatever the CPU: one register with AVX-512, two with AVX2, four elsewhere. All kernels are
+// written in these, so their float32 results have the same bits on every CPU: lane by lane, in one order, every
+// multiply-add fused (in software where the CPU has none).
+//
+// `dot` is what the kernels live on. Weights and caches are packed so that one 32-bit lane holds kWord<T> numbers of one
+// output: acc[lane] += sum over i of words[lane][i] * group[i]. Its bfloat16 rounding is the CPU's own.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace bifolio {
+
+constexpr int kLanes = 16;
+struct bf16 {
+  uint16_t bits;
+};
+
+#if defined(__AVX512BF16__)
+constexpr int kPart = 64;
+constexpr int kRegisters = 24;  // Floats that a kernel may accumulate in without spilling
+#elif defined(__AVX2__)
+constexpr int kPart = 32;
+constexpr int kRegisters = 6;
+#else
+constexpr int kPart = 16;
+constexpr int kRegisters = 3;
+#endif
+constexpr int kParts = 64 / kPart;
+
+typedef float FloatPart __attribute__((vector_size(kPart)));
+typedef int32_t IntPart __attribute__((vector_size(kPart)));
+typedef uint32_t WordPart __attribute__((vector_size(kPart)));
+typedef uint16_t HalfPart __attribute__((vector_size(kPart / 2)));
+
+#define EACH for (int i = 0; i < kParts; i++)
+
+struct Ints {
+  IntPart part[kParts];
+};
+struct Floats {
+  FloatPart part[kParts];
+};
+
+static inline Floats all(float x) {
+  Floats r;
+  EACH r.part[i] = x - FloatPart{};  // not {} + x: that loses the sign of -0
+  return r;
+}
+static inline Ints all(int32_t x) {
+  Ints r;
+  EACH r.part[i] = x + IntPart{};
+  return r;
+}
+static inline Ints lane_numbers() {
+  Ints r;
+  EACH for (int j = 0; j < kPart / 4; j++) r.part[i][j] = i * (kPart / 4) + j;
+  return r;
+}
+static inline Floats operator+(Floats a, const Floats &b) {
+  EACH a.part[i] += b.part[i];
+  return a;
+}
+static inline Floats operator-(Floats a, const Floats &b) {
+  EACH a.part[i] -= b.part[i];
+  return a;
+}
+static inline Floats operator*(Floats a, const Floats &b) {
+  EACH a.part[i] *= b.part[i];
+  return a;
+}
+static inline Floats operator/(Floats a, const Floats &b) {
+  EACH a.part[i] /= b.part[i];
+  return a;
+}
+static inline Floats max(Floats a, const Floats &b) {
+  EACH a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+  return a;
+}
+static inline Floats absolute(Floats a) {
+  EACH a.part[i] = (FloatPart)((WordPart)a.part[i] & 0x7fffffffu);
+  return a;
+}
+// x where from <= lane number < to, elsewhere `other`.
+static inline Floats within(Floats x, const Ints &number, int from, int to, float other) {
+  EACH x.part[i] = (number.part[i] >= from) & (number.part[i] < to) ? x.part[i] : other - FloatPart{};
+  return x;
+}
+
+// Rounded once.
+static inline Floats fma(const Floats &a, const Floats &b, Floats c) {
+#if defined(__AVX512BF16__)
+  c.part[0] = (FloatPart)_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]);
+#elif defined(__AVX2__)
+  EACH c.part[i] = (FloatPart)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]);
+#else
+  EACH for (int j = 0; j < kPart / 4; j++) c.part[i][j] = __builtin_fmaf(a.part[i][j], b.part[i][j], c.part[i][j]);
+#endif
+  return c;
+}
+
+static inline void spread(const Floats &x, float *to) { memcpy(to, &x, sizeof x); }
+
+// Halves are joined with halves, always in this order.
+template <class F>
+static inline float join(const Floats &x, const F &two) {
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad q[4];
+  memcpy(q, &x, sizeof q);
+  Quad r = two(two(q[0], q[2]), two(q[1], q[3]));
+  return two(two(r[0], r[2]), two(r[1], r[3]));
+}
+static inline float sum(const Floats &x) {
+  return join(x, [](auto a, auto b) { return a + b; });
+}
+static inline float largest(const Floats &x) {
+  return join(x, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+static inline float widen(bf16 x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float r;
+  memcpy(&r, &bits, 4);
+  return r;
+}
+static inline float widen(float x) { return x; }
+
+static inline Floats load(const float *from) {
+  Floats r;
+  memcpy(&r, from, sizeof r);
+  return r;
+}
+static inline Floats load(const bf16 *from) {
+  Floats r;
+  EACH {
+    HalfPart half;
+    memcpy(&half, from + i * (kPart / 4), sizeof half);
+    r.part[i] = (FloatPart)(__builtin_convertvector(half, WordPart) << 16);
+  }
+  return r;
+}
+static inline void store(float *to, const Floats &x) { memcpy(to, &x, sizeof x); }
+// To the nearest, ties to even; NaN stays NaN.
+static inline void store(bf16 *to, const Floats &x) {
+#if defined(__AVX512BF16__)
+  auto half = _mm512_cvtneps_pbh((__m512)x.part[0]);
+  memcpy(to, &half, 32);
+#else
+  EACH {
+    WordPart bits = (WordPart)x.part[i];
+    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    bits = x.part[i] == x.part[i] ? bits : 0x7fc0u + WordPart{};
+    HalfPart half = __builtin_convertvector(bits, HalfPart);
+    memcpy(to + i * (kPart / 4), &half, sizeof half);
+  }
+#endif
+}
+// The first n lanes; memory beyond them is not touched, and lanes beyond them are 0.
+template <class T>
+static inline Floats load_some(const T *from, int n) {
+  if (n >= kLanes) return load(from);
+  T some[kLanes] = {};
+  memcpy(some, from, n * sizeof(T));
+  return load(some);
+}
+template <class T>
+static inline void store_some(T *to, const Floats &x, int n) {
+  if (n >= kLanes) return store(to, x);
+  T some[kLanes];
+  store(some, x);
+  memcpy(to, some, n * sizeof(T));
+}
+
+template <class T>
+constexpr int kWord = 4 / sizeof(T);  // numbers in one 32-bit lane
+
+// Sixteen packed words of weights or cache.
+struct Words {
+  WordPart part[kParts];
+};
+static inline Words load_words(const void *from) {
+  Words r;
+  memcpy(&r, from, sizeof r);
+  return r;
+}
+static inline Words load_words(const void *from, int n) {
+  if (n >= kLanes) return load_words(from);
+  Words r = {};
+  memcpy(&r, from, n * 4);
+  return r;
+}
+static inline Words operator&(Words x, uint32_t mask) {
+  EACH x.part[i] &= mask;
+  return x;
+}
+template <class T>
+static inline uint32_t word_at(const T *group) {
+  uint32_t r;
+  memcpy(&r, group, 4);
+  return r;
+}
+
+static inline Floats dot(const Floats &acc, const Words &words, const float *group) {
+  Floats w;
+  memcpy(&w, &words, sizeof w);
+  return fma(w, all(*group), acc);
+}
+static inline Floats dot(Floats acc, const Words &words, const bf16 *group) {
+#if defined(__AVX512BF16__)
+  auto x = (__m512bh)_mm512_set1_epi32((int)word_at(group));
+  acc.part[0] = (FloatPart)_mm512_dpbf16_ps((__m512)acc.part[0], (__m512bh)words.part[0], x);
+  return acc;
+#else
+  Floats low, high;
+  EACH low.part[i] = (FloatPart)(words.part[i] << 16);
+  EACH high.part[i] = (FloatPart)(words.part[i] & 0xffff0000u);
+  return fma(high, all(widen(group[1])), fma(low, all(widen(group[0])), acc));
+#endif
+}
+// Unsigned activations times signed weights.
+static inline Ints dot(Ints acc, const Words &words, const uint8_t *group) {
+#if defined(__AVX512BF16__)
+  auto x = _mm512_set1_epi32((int)word_at(group));
+  acc.part[0] = (IntPart)_mm512_dpbusd_epi32((__m512i)acc.part[0], x, (__m512i)words.part[0]);
+#elif defined(__AVX2__)
+  // pairs of 16 bits: the CPU's product of unsigned with signed bytes would saturate
+  uint32_t g = word_at(group);
+  auto even = _mm256_set1_epi32((int)(g & 0x00ff00ffu)), odd = _mm256_set1_epi32((int)(g >> 8 & 0x00ff00ffu));
+  EACH {
+    auto w = (__m256i)words.part[i];
+    auto w_even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), w_odd = _mm256_srai_epi16(w, 8);
+    auto both = _mm256_add_epi32(_mm256_madd_epi16(w_even, even), _mm256_madd_epi16(w_odd, odd));
+    acc.part[i] += (IntPart)both;
+  }
+#else
+  EACH for (int b = 0; b < 4; b++) {
+    IntPart w = (IntPart)(words.part[i] << (24 - 8 * b)) >> 24;
+    acc.part[i] += w * (int32_t)group[b];
+  }
+#endif
+  return acc;
+}
+
+// 2^x to a unit or two in the last place; 0 below -126, 2^127 above 127, NaN of NaN. The polynomial is that of Cephes
+// (Moshier, exp2f.c), for fractions in [-1/2, 1/2].
+static inline Floats exp2(const Floats &x) {
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: the low bits of a sum with it are the nearest integer
+  Floats fraction, power;
+  EACH {
+    FloatPart v = x.part[i] < -126.f ? -126.f - FloatPart{} : x.part[i];
+    v = v > 127.f ? 127.f - FloatPart{} : v;
+    FloatPart shifted = v + kRound;
+    power.part[i] = (FloatPart)((WordPart)shifted << 23);
+    fraction.part[i] = v - (shifted - kRound);
+  }
+  Floats p = all(1.535336188319500e-4f);
+  for (float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,
+                  6.931472028550421e-1f, 1.f})
+    p = fma(p, fraction, all(c));
+  EACH {
+    auto scaled = (FloatPart)((WordPart)p.part[i] + (WordPart)power.part[i]);
+    p.part[i] = x.part[i] < -126.f ? FloatPart{} : scaled;
+  }
+  return p;
+}
+
+static inline float exp2(float x) {
+  float v[kLanes];
+  spread(exp2(all(x)), v);
+  return v[0];
+}
+
+}  // namespace bifolio

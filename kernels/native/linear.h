@@ -1,0 +1,170 @@
+// x weight^T + bias, for few rows as for many. Weights are packed once: panels of 48 outputs, in each the inputs in
+// ascending order, of each group of kWord<T> inputs one word per output.
+//
+//     panel p   |in 0-1: w[48p], w[48p+1] .. w[48p+47]|in 2-3: w[48p] ..   (bfloat16: two inputs a word)
+//
+// Every output is one chain of `dot` over its inputs, ascending. How many rows are computed together, in how many
+// threads and with which panel beside it makes no difference to a row's bits.
+#pragma once
+
+#include "lanes.h"
+#include "parallel.h"
+
+namespace bifolio {
+
+constexpr int kColumns = 3;  // vectors of a panel
+constexpr int kPanel = kColumns * kLanes;
+constexpr int kRows = kRegisters / kColumns;  // computed together
+constexpr int64_t kPanelBytes = 384 << 10;    // of a panel are read for all rows before the next part: L2 holds it
+
+// What a linear layer is, and what the caller fills.
+struct Linear {
+  const void *weight;     // packed: float, bf16 or int8_t
+  const float *bias;      // [outputs], or null
+  const float *scale;     // int8: [outputs], what a weight is multiplied by
+  const int32_t *offset;  // int8: [outputs], 128 * the sum of the output's weights
+  int64_t inputs, outputs;
+  int32_t type;  // of the weights, as in `Type`
+};
+enum Type : int32_t { kFloat32, kBfloat16, kInt8 };
+
+template <class T>
+static int64_t packed_groups(int64_t inputs) {
+  return (inputs + kWord<T> - 1) / kWord<T>;
+}
+
+// weight [outputs, inputs] to `packed`: ceil(outputs / 48) panels of groups * 48 words, zeros where there is nothing.
+template <class T>
+static void pack(const T *weight, int64_t inputs, int64_t outputs, T *packed) {
+  int64_t groups = packed_groups<T>(inputs), panels = (outputs + kPanel - 1) / kPanel;
+  constexpr int w = kWord<T>;
+  for (int64_t p = 0; p < panels; p++)
+    for (int64_t g = 0; g < groups; g++)
+      for (int64_t n = 0; n < kPanel; n++)
+        for (int64_t i = 0; i < w; i++) {
+          int64_t output = p * kPanel + n, input = g * w + i;
+          bool there = output < outputs && input < inputs;
+          packed[((p * groups + g) * kPanel + n) * w + i] = there ? weight[output * inputs + input] : T{};
+        }
+}
+
+template <class X>
+struct Accumulates {
+  using type = Floats;
+};
+template <>
+struct Accumulates<uint8_t> {
+  using type = Ints;
+};
+
+// M rows of x times a part of one panel, added to `partial` [M][kColumns] unless it is the first part.
+template <class X, int M, class A = typename Accumulates<X>::type>
+static inline void multiply(const X *x, int64_t stride, const char *words, int64_t groups, bool first, A *partial) {
+  A acc[M][kColumns];
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < kColumns; c++) acc[m][c] = first ? A{} : partial[m * kColumns + c];
+  for (int64_t g = 0; g < groups; g++) {
+    Words w[kColumns];
+    for (int c = 0; c < kColumns; c++) w[c] = load_words(words + (g * kColumns + c) * 64);
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < kColumns; c++) acc[m][c] = dot(acc[m][c], w[c], x + m * stride + g * kWord<X>);
+  }
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < kColumns; c++) partial[m * kColumns + c] = acc[m][c];
+}
+template <class X, int M = kRows, class A>
+static inline void multiply_rows(int rows, const X *x, int64_t stride, const char *words, int64_t groups, bool first,
+                                 A *partial) {
+  if constexpr (M > 1)
+    if (rows < M) return multiply_rows<X, M - 1>(rows, x, stride, words, groups, first, partial);
+  multiply<X, M>(x, stride, words, groups, first, partial);
+}
+
+// One panel for all rows; `finish` turns the accumulated row t, vector c of the panel, into what is stored.
+template <class X, class F>
+static void panel(const X *x, int64_t stride, int64_t rows, const char *words, int64_t groups, const F &finish) {
+  using A = typename Accumulates<X>::type;
+  static thread_local Buffer sums;
+  int64_t part = kPanelBytes / (kPanel * 4), parts = (groups + part - 1) / part;
+  A *partial = sums.of<A>((parts > 1 ? rows : kRows) * kColumns);
+  for (int64_t begin = 0; begin < groups; begin += part) {
+    int64_t count = begin + part < groups ? part : groups - begin;
+    for (int64_t t = 0; t < rows; t += kRows) {
+      int here = rows - t < kRows ? (int)(rows - t) : kRows;
+      A *p = partial + (parts > 1 ? t * kColumns : 0);
+      multiply_rows<X>(here, x + t * stride + begin * kWord<X>, stride, words + begin * kPanel * 4, count, begin == 0, p);
+      if (begin + count < groups) continue;
+      for (int m = 0; m < here; m++)
+        for (int c = 0; c < kColumns; c++) finish(t + m, c, p[m * kColumns + c]);
+    }
+  }
+}
+
+template <class Y>
+static inline void finish_row(const Linear &l, Y *y, int64_t stride, int64_t row, int64_t column, Floats value) {
+  int n = l.outputs - column < kLanes ? (int)(l.outputs - column) : kLanes;
+  if (n <= 0) return;
+  if (l.bias) value = value + load_some(l.bias + column, n);
+  store_some(y + row * stride + column, value, n);
+}
+
+// y [rows, outputs] of x [rows, inputs], both with rows at their strides. x's type is the weights'.
+template <class T, class Y>
+static void linear(const Linear &l, const T *x, int64_t x_stride, Y *y, int64_t y_stride, int64_t rows, int threads) {
+  int64_t groups = packed_groups<T>(l.inputs), panels = (l.outputs + kPanel - 1) / kPanel;
+  auto weight = static_cast<const char *>(l.weight);
+  parallel(threads, panels, [&](int64_t p) {
+    panel(x, x_stride, rows, weight + p * groups * kPanel * 4, groups, [&](int64_t row, int c, const Floats &value) {
+      finish_row(l, y, y_stride, row, p * kPanel + c * kLanes, value);
+    });
+  });
+}
+
+// The same with int8 weights: each row of x is rounded to whole multiples of its own largest value / 127, stored as
+// 1 .. 255 around 128, so that it does not depend on its batch. Sums are integers, hence exact.
+template <class T, class Y>
+static void linear_int8(const Linear &l, const T *x, int64_t x_stride, Y *y, int64_t y_stride, int64_t rows,
+                        int threads) {
+  static thread_local Buffer quantized, steps;
+  int64_t groups = packed_groups<int8_t>(l.inputs), panels = (l.outputs + kPanel - 1) / kPanel, width = groups * 4;
+  auto *q = quantized.of<uint8_t>(rows * width);
+  auto *step = steps.of<float>(rows);
+  for (int64_t t = 0; t < rows; t++) {
+    const T *from = x + t * x_stride;
+    Floats top = {};
+    for (int64_t k = 0; k < l.inputs; k += kLanes)
+      top = max(top, absolute(load_some(from + k, (int)(l.inputs - k < kLanes ? l.inputs - k : kLanes))));
+    step[t] = largest(top) / 127.f;
+    Floats inverse = all(step[t] > 0.f ? 1.f / step[t] : 0.f);
+    for (int64_t k = 0; k < width; k += kLanes) {
+      int64_t left = l.inputs - k;
+      Floats v = left > 0 ? load_some(from + k, (int)(left < kLanes ? left : kLanes)) : Floats{};
+      v = fma(v, inverse, all(12582912.f + 128.f));  // the nearest whole number ends in the low byte
+      int32_t whole[kLanes];
+      memcpy(whole, &v, sizeof whole);
+      for (int64_t i = 0; i < kLanes && k + i < width; i++) q[t * width + k + i] = (uint8_t)whole[i];
+    }
+  }
+  auto weight = static_cast<const char *>(l.weight);
+  parallel(threads, panels, [&](int64_t p) {
+    panel(q, width, rows, weight + p * groups * kPanel * 4, groups, [&](int64_t row, int c, const Ints &value) {
+      int64_t column = p * kPanel + c * kLanes;
+      int n = l.outputs - column < kLanes ? (int)(l.outputs - column) : kLanes;
+      if (n <= 0) return;
+      Ints offset = {};
+      memcpy(&offset, l.offset + column, n * 4);
+      Floats exact;
+      EACH exact.part[i] = __builtin_convertvector(value.part[i] - offset.part[i], FloatPart);
+      finish_row(l, y, y_stride, row, column, exact * all(step[row]) * load_some(l.scale + column, n));
+    });
+  });
+}
+
+// Whatever the weights are.
+template <class T, class Y>
+static void apply(const Linear &l, const T *x, int64_t x_stride, Y *y, int64_t y_stride, int64_t rows, int threads) {
+  if (l.type == kInt8) linear_int8(l, x, x_stride, y, y_stride, rows, threads);
+  else linear(l, x, x_stride, y, y_stride, rows, threads);
+}
+
+}  // namespace bifolio

@@ -2,7 +2,7 @@
 // sequence, one KV head or several, and up to kQueries of the rows * group queries that share a head. A piece goes over
 // its keys once:
 //
-//     for each tile of 128 keys, at multiples of 128 positions, and each head:
+//     for each tile of 64 keys, at multiples of 64 positions, and each head:
 //       scores    a lane is a key, a `dot` a step along head_dim       K: [D / w][P][w]
 //       weights   2^(score - largest so far), in float32               (Milakov and Gimelshein 2018, online softmax)
 //       mixed     a lane is a dim, a `dot` a step along the keys       V: [P / w][D][w]
@@ -21,7 +21,7 @@
 
 namespace bifolio {
 
-constexpr int kTile = 128;
+constexpr int kTile = 64;
 constexpr int kQueries = kRegisters / 2;  // two chains of sums for each
 
 struct Attention {
@@ -146,17 +146,25 @@ template <class T, int R, int J>
 static inline void mix(const Span<T> &s, const char *ahead, const T (*weights)[kTile + kLanes], int64_t head_dim,
                        int64_t column, int lanes, Floats (&acc)[R][J]) {
   constexpr int w = kWord<T>;
-  int skipped = (int)s.offset;  // then the first word begins with a key before the span
-  for (int i = -skipped; i < s.count; i += w) {
-    int64_t word = ((i + skipped) / w * head_dim + column) * w;
-    for (int j = 0; j < J; j++, ahead += 64) {
-      fetch(ahead);
-      Words v = lanes < kLanes ? load_words(s.values + word, lanes) : load_words(s.values + word + j * kLanes * w);
-      if (w > 1 && i < 0) v = v & 0xffff0000u;
-      if (w > 1 && i + 1 >= s.count) v = v & 0x0000ffffu;
-      for (int r = 0; r < R; r++) acc[r][j] = dot(acc[r][j], v, weights[r] + s.position + i);
-    }
+  auto add = [&](int i, const T *from, uint32_t used) {
+    Words v[J];
+    for (int j = 0; j < J; j++) v[j] = lanes < kLanes ? load_words(from, lanes) : load_words(from + j * kLanes * w);
+    if (used != ~0u)
+      for (int j = 0; j < J; j++) v[j] = v[j] & used;
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < J; j++) acc[r][j] = dot(acc[r][j], v[j], weights[r] + s.position + i);
+  };
+  const T *from = s.values + column * w;
+  int i = 0;
+  if (w > 1 && s.offset) {  // the first word begins with a key before the span
+    add(-1, from, 0xffff0000u);
+    i = 1, from += head_dim * w;
   }
+  for (; i + w <= s.count; i += w, from += head_dim * w) {
+    for (int j = 0; j < J; j++, ahead += 64) fetch(ahead);
+    add(i, from, ~0u);
+  }
+  if (i < s.count) add(i, from, 0x0000ffffu);  // and the last ends with one after it
 }
 
 // R queries of one KV head on their way over the keys.
@@ -259,8 +267,7 @@ static void attend(const Attention &a, const Piece &p, const Piece *next) {
     ahead.aim<T>(a.cache, a.table + sequence * a.table_stride + first, std::max<int64_t>(0, stop - first), head, heads);
   };
   for (int64_t tile = k.begin / kTile * kTile; tile < k.end; tile += kTile) {
-    if (p.heads == 1) {
-    } else if (tile + kTile < k.end) aim(p.sequence, tile + kTile, tile + 2 * kTile, p.head, p.heads);
+    if (tile + kTile < k.end) aim(p.sequence, tile + kTile, tile + 2 * kTile, p.head, p.heads);
     else if (next) aim(next->sequence, 0, kTile, next->head, next->heads);
     for (int64_t h = 0; h < p.heads; h++) attend_tile(k, p.head + h, tile, ahead, x[h]);
   }

@@ -38,7 +38,19 @@ typedef int32_t IntPart __attribute__((vector_size(kPart)));
 typedef uint32_t WordPart __attribute__((vector_size(kPart)));
 typedef uint16_t HalfPart __attribute__((vector_size(kPart / 2)));
 
-#define EACH for (int i = 0; i < kParts; i++)
+// The statement for each part i. Written out, not a loop: then the parts stay in registers.
+#define PART(n, ...)       \
+  {                        \
+    constexpr int i = n;   \
+    __VA_ARGS__;           \
+  }
+#if defined(__AVX512BF16__)
+#define EACH(...) PART(0, __VA_ARGS__)
+#elif defined(__AVX2__)
+#define EACH(...) PART(0, __VA_ARGS__) PART(1, __VA_ARGS__)
+#else
+#define EACH(...) PART(0, __VA_ARGS__) PART(1, __VA_ARGS__) PART(2, __VA_ARGS__) PART(3, __VA_ARGS__)
+#endif
 
 struct Ints {
   IntPart part[kParts];
@@ -49,46 +61,46 @@ struct Floats {
 
 static inline Floats all(float x) {
   Floats r;
-  EACH r.part[i] = x - FloatPart{};  // not {} + x: that loses the sign of -0
+  EACH(r.part[i] = x - FloatPart{})  // not {} + x: that loses the sign of -0
   return r;
 }
 static inline Ints all(int32_t x) {
   Ints r;
-  EACH r.part[i] = x + IntPart{};
+  EACH(r.part[i] = x + IntPart{})
   return r;
 }
 static inline Ints lane_numbers() {
   Ints r;
-  EACH for (int j = 0; j < kPart / 4; j++) r.part[i][j] = i * (kPart / 4) + j;
+  EACH(for (int j = 0; j < kPart / 4; j++) r.part[i][j] = i * (kPart / 4) + j)
   return r;
 }
 static inline Floats operator+(Floats a, const Floats &b) {
-  EACH a.part[i] += b.part[i];
+  EACH(a.part[i] += b.part[i])
   return a;
 }
 static inline Floats operator-(Floats a, const Floats &b) {
-  EACH a.part[i] -= b.part[i];
+  EACH(a.part[i] -= b.part[i])
   return a;
 }
 static inline Floats operator*(Floats a, const Floats &b) {
-  EACH a.part[i] *= b.part[i];
+  EACH(a.part[i] *= b.part[i])
   return a;
 }
 static inline Floats operator/(Floats a, const Floats &b) {
-  EACH a.part[i] /= b.part[i];
+  EACH(a.part[i] /= b.part[i])
   return a;
 }
 static inline Floats max(Floats a, const Floats &b) {
-  EACH a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+  EACH(a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i])
   return a;
 }
 static inline Floats absolute(Floats a) {
-  EACH a.part[i] = (FloatPart)((WordPart)a.part[i] & 0x7fffffffu);
+  EACH(a.part[i] = (FloatPart)((WordPart)a.part[i] & 0x7fffffffu))
   return a;
 }
 // x where from <= lane number < to, elsewhere `other`.
 static inline Floats within(Floats x, const Ints &number, int from, int to, float other) {
-  EACH x.part[i] = (number.part[i] >= from) & (number.part[i] < to) ? x.part[i] : other - FloatPart{};
+  EACH(x.part[i] = (number.part[i] >= from) & (number.part[i] < to) ? x.part[i] : other - FloatPart{})
   return x;
 }
 
@@ -97,9 +109,9 @@ static inline Floats fma(const Floats &a, const Floats &b, Floats c) {
 #if defined(__AVX512BF16__)
   c.part[0] = (FloatPart)_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]);
 #elif defined(__AVX2__)
-  EACH c.part[i] = (FloatPart)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]);
+  EACH(c.part[i] = (FloatPart)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]))
 #else
-  EACH for (int j = 0; j < kPart / 4; j++) c.part[i][j] = __builtin_fmaf(a.part[i][j], b.part[i][j], c.part[i][j]);
+  EACH(for (int j = 0; j < kPart / 4; j++) c.part[i][j] = __builtin_fmaf(a.part[i][j], b.part[i][j], c.part[i][j]))
 #endif
   return c;
 }
@@ -139,34 +151,37 @@ static inline float widen(bf16 x) {
 }
 static inline float widen(float x) { return x; }
 
+// Part by part: a copy of all at once would go through memory.
 static inline Floats load(const float *from) {
   Floats r;
-  memcpy(&r, from, sizeof r);
+  EACH(memcpy(&r.part[i], from + i * (kPart / 4), kPart))
   return r;
 }
 static inline Floats load(const bf16 *from) {
   Floats r;
-  EACH {
+  EACH({
     HalfPart half;
     memcpy(&half, from + i * (kPart / 4), sizeof half);
     r.part[i] = (FloatPart)(__builtin_convertvector(half, WordPart) << 16);
-  }
+  })
   return r;
 }
-static inline void store(float *to, const Floats &x) { memcpy(to, &x, sizeof x); }
+static inline void store(float *to, const Floats &x) {
+  EACH(memcpy(to + i * (kPart / 4), &x.part[i], kPart))
+}
 // To the nearest, ties to even; NaN stays NaN.
 static inline void store(bf16 *to, const Floats &x) {
 #if defined(__AVX512BF16__)
   auto half = _mm512_cvtneps_pbh((__m512)x.part[0]);
   memcpy(to, &half, 32);
 #else
-  EACH {
+  EACH({
     WordPart bits = (WordPart)x.part[i];
     bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     bits = x.part[i] == x.part[i] ? bits : 0x7fc0u + WordPart{};
     HalfPart half = __builtin_convertvector(bits, HalfPart);
     memcpy(to + i * (kPart / 4), &half, sizeof half);
-  }
+  })
 #endif
 }
 // The first n lanes; memory beyond them is not touched, and lanes beyond them are 0.
@@ -194,7 +209,7 @@ struct Words {
 };
 static inline Words load_words(const void *from) {
   Words r;
-  memcpy(&r, from, sizeof r);
+  EACH(memcpy(&r.part[i], (const char *)from + i * kPart, kPart))
   return r;
 }
 static inline Words load_words(const void *from, int n) {
@@ -204,7 +219,7 @@ static inline Words load_words(const void *from, int n) {
   return r;
 }
 static inline Words operator&(Words x, uint32_t mask) {
-  EACH x.part[i] &= mask;
+  EACH(x.part[i] &= mask)
   return x;
 }
 template <class T>
@@ -216,7 +231,7 @@ static inline uint32_t word_at(const T *group) {
 
 static inline Floats dot(const Floats &acc, const Words &words, const float *group) {
   Floats w;
-  memcpy(&w, &words, sizeof w);
+  EACH(w.part[i] = (FloatPart)words.part[i])
   return fma(w, all(*group), acc);
 }
 static inline Floats dot(Floats acc, const Words &words, const bf16 *group) {
@@ -226,8 +241,8 @@ static inline Floats dot(Floats acc, const Words &words, const bf16 *group) {
   return acc;
 #else
   Floats low, high;
-  EACH low.part[i] = (FloatPart)(words.part[i] << 16);
-  EACH high.part[i] = (FloatPart)(words.part[i] & 0xffff0000u);
+  EACH(low.part[i] = (FloatPart)(words.part[i] << 16))
+  EACH(high.part[i] = (FloatPart)(words.part[i] & 0xffff0000u))
   return multiply_add(high, all(widen(group[1])), multiply_add(low, all(widen(group[0])), acc));
 #endif
 }
@@ -240,17 +255,17 @@ static inline Ints dot(Ints acc, const Words &words, const uint8_t *group) {
   // pairs of 16 bits: the CPU's product of unsigned with signed bytes would saturate
   uint32_t g = word_at(group);
   auto even = _mm256_set1_epi32((int)(g & 0x00ff00ffu)), odd = _mm256_set1_epi32((int)(g >> 8 & 0x00ff00ffu));
-  EACH {
+  EACH({
     auto w = (__m256i)words.part[i];
     auto w_even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), w_odd = _mm256_srai_epi16(w, 8);
     auto both = _mm256_add_epi32(_mm256_madd_epi16(w_even, even), _mm256_madd_epi16(w_odd, odd));
     acc.part[i] += (IntPart)both;
-  }
+  })
 #else
-  EACH for (int b = 0; b < 4; b++) {
+  EACH(for (int b = 0; b < 4; b++) {
     IntPart w = (IntPart)(words.part[i] << (24 - 8 * b)) >> 24;
     acc.part[i] += w * (int32_t)group[b];
-  }
+  })
 #endif
   return acc;
 }
@@ -260,21 +275,21 @@ static inline Ints dot(Ints acc, const Words &words, const uint8_t *group) {
 static inline Floats exp2(const Floats &x) {
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: the low bits of a sum with it are the nearest integer
   Floats fraction, power;
-  EACH {
+  EACH({
     FloatPart v = x.part[i] < -126.f ? -126.f - FloatPart{} : x.part[i];
     v = v > 127.f ? 127.f - FloatPart{} : v;
     FloatPart shifted = v + kRound;
     power.part[i] = (FloatPart)((WordPart)shifted << 23);
     fraction.part[i] = v - (shifted - kRound);
-  }
+  })
   Floats p = all(1.535336188319500e-4f);
   for (float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,
                   6.931472028550421e-1f, 1.f})
     p = fma(p, fraction, all(c));
-  EACH {
+  EACH({
     auto scaled = (FloatPart)((WordPart)p.part[i] + (WordPart)power.part[i]);
     p.part[i] = x.part[i] < -126.f ? FloatPart{} : scaled;
-  }
+  })
   return p;
 }
 

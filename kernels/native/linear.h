@@ -64,10 +64,10 @@ static inline void multiply(const X *x, int64_t stride, const char *words, int64
   for (int m = 0; m < M; m++)
     for (int c = 0; c < kColumns; c++) acc[m][c] = first ? A{} : partial[m * kColumns + c];
   for (int64_t g = 0; g < groups; g++) {
-    Words w[kColumns];
-    for (int c = 0; c < kColumns; c++) w[c] = load_words(words + (g * kColumns + c) * 64);
-    for (int m = 0; m < M; m++)
-      for (int c = 0; c < kColumns; c++) acc[m][c] = dot(acc[m][c], w[c], x + m * stride + g * kWord<X>);
+    for (int c = 0; c < kColumns; c++) {
+      Words w = load_words(words + (g * kColumns + c) * 64);
+      for (int m = 0; m < M; m++) acc[m][c] = dot(acc[m][c], w, x + m * stride + g * kWord<X>);
+    }
   }
   for (int m = 0; m < M; m++)
     for (int c = 0; c < kColumns; c++) partial[m * kColumns + c] = acc[m][c];
@@ -154,7 +154,7 @@ static void linear_int8(const Linear &l, const T *x, int64_t x_stride, Y *y, int
       Ints offset = {};
       memcpy(&offset, l.offset + column, n * 4);
       Floats exact;
-      EACH exact.part[i] = __builtin_convertvector(value.part[i] - offset.part[i], FloatPart);
+      EACH(exact.part[i] = __builtin_convertvector(value.part[i] - offset.part[i], FloatPart))
       finish_row(l, y, y_stride, row, column, exact * all(step[row]) * load_some(l.scale + column, n));
     });
   });

@@ -24,7 +24,7 @@ demo: .venv/.installed $(NATIVE)
 	@$(BIN)/bifolio demo
 
 test: unit
-	$(BIN)/pytest tests/cluster tests/packaging
+	$(BIN)/pytest tests/native tests/packaging tests/cluster
 
 unit: dev $(NATIVE)
 	$(UNIT)

@@ -49,6 +49,16 @@ def exact(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: on {x.device}; exact is for the CPU")
 
 
+def places(positions: Tensor, max_positions: int, slots: Tensor, num_slots: int) -> None:
+    """That they are in range. On the CPU alone, where nobody waits for the look."""
+    if positions.device.type != "cpu" or not len(positions):
+        return
+    for name, x, lowest, end in (("positions", positions, 0, max_positions), ("slots", slots, -1, num_slots)):
+        low, high = map(int, x.aminmax())
+        if low < lowest or high >= end:
+            raise ValueError(f"{name}: {low} to {high}; allowed is {lowest} to {end - 1}")
+
+
 def heads(query_heads: int, kv_heads: int) -> None:
     if kv_heads == 0 or query_heads % kv_heads:
         raise ValueError(f"q: {query_heads} heads; allowed is a multiple of the {kv_heads} KV heads")

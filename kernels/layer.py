@@ -5,7 +5,7 @@ The torch version says in `ops.py`'s functions what happens; the native one is a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -51,7 +51,7 @@ class Step:
     """Where the T rows of one engine step stand, for all its layers: made once a step.
 
     cos, sin          float32 [max_positions, D], from `rope_tables`
-    positions, slots  int64 [T]  as in `rope_and_write`; the caller vouches that they are in range
+    positions, slots  int64 [T]  as in `rope_and_write`
     plan              of the same T rows
 
     Raises ValueError for a wrong shape, dtype or layout.
@@ -62,6 +62,7 @@ class Step:
     positions: Tensor
     slots: Tensor
     plan: AttentionPlan
+    _checked: set[int] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, x in (("cos", self.cos), ("sin", self.sin)):
@@ -72,6 +73,14 @@ class Step:
             checks.shape(name, x, (self.plan.tokens,), "T")
             checks.dtype(name, x, (torch.int64,))
             checks.contiguous(name, x)
+
+    def check_places(self, num_blocks: int, block_size: int) -> None:
+        """That positions, slots and blocks are those of the tables and of such a cache. Looks once, however many layers
+        ask. Raises ValueError."""
+        if num_blocks * block_size not in self._checked:
+            checks.places(self.positions, len(self.cos), self.slots, num_blocks * block_size)
+            self._checked.add(num_blocks * block_size)
+        self.plan.check_blocks(num_blocks, block_size)
 
     @cached_property
     def native(self) -> StepStruct:
@@ -101,8 +110,8 @@ def decoder_layer(
     if (heads + 2 * kv_heads) * weights.head_dim != weights.qkv.outputs:
         allowed = (weights.qkv.outputs // weights.head_dim - heads) // 2
         raise ValueError(f"kv: {kv_heads} KV heads; allowed is {allowed}, those of the layer's projection")
+    step.check_places(len(kv), kv.shape[3])
     if weights.native is not None and weights.qkv.native is not None:
-        step.plan.check_blocks(len(kv), kv.shape[3])
         weights.qkv.native[0].layer(x, residual, weights.native, step.native, kv, layout)
         return
     exact = weights.qkv.exact

@@ -139,7 +139,7 @@ def rope_and_write(
     layout     of kv: packed for bfloat16 and float32 alone, see `layout.py`
 
     Pairs are (i, i + D/2): x cos + rotate_half(x) sin, in float32, rounded once. Returns [T, HQ, D] of q's
-    dtype. Raises ValueError for a wrong shape, dtype or layout.
+    dtype. Raises ValueError for a wrong shape, dtype or layout, and on CPUs for positions and slots out of range.
     """
     tokens, head_dim = q.shape[0], q.shape[-1]
     checks.kv_layer(kv, head_dim)
@@ -158,6 +158,7 @@ def rope_and_write(
         checks.shape(name, x, (tokens,), "T")
         checks.dtype(name, x, (torch.int64,))
     checks.same_device(q, k=k, v=v, cos=cos, sin=sin, positions=positions, slots=slots, kv=kv)
+    checks.places(positions, len(cos), slots, len(kv) * kv.shape[3])
     if native := native_for(q):
         out = torch.empty(q.shape, dtype=q.dtype)
         q, k, v = (x if _side_by_side(x) else x.contiguous() for x in (q, k, v))
@@ -173,6 +174,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     x, residual [T, H]; weight [H]; one float dtype. normed = r / sqrt(mean(r^2) + eps) * weight (Zhang and
     Sennrich 2019), with the mean in float32. Mutates nothing. Raises ValueError for a wrong shape or dtype.
     """
+    checks.shape("x", x, (None, None), "T, H")
     checks.shape("weight", weight, x.shape[-1:], "H")
     checks.dtype("x", x, checks.FLOATS)
     checks.dtype("weight", weight, (x.dtype,))
@@ -192,6 +194,7 @@ def silu_mul(gate_up: Tensor, *, exact: bool = False) -> Tensor:
 
     The sigmoid is float32. Mutates nothing. Raises ValueError for an odd last axis.
     """
+    checks.shape("gate_up", gate_up, (None, None), "T, 2I")
     checks.dtype("gate_up", gate_up, checks.FLOATS)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: shape {list(gate_up.shape)}; allowed is an even last axis, gate and up")

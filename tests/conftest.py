@@ -18,6 +18,8 @@ from bifolio.cluster.app import replica_environment
 from bifolio.cluster.config import load
 from bifolio.cluster.models import pull
 
+# Threads that spin while they wait would starve those of the tests beside them
+os.environ["OMP_WAIT_POLICY"] = "passive"
 # What a replica in exact mode has; MKL reads it once, so before any test has loaded torch
 os.environ["MKL_CBWR"] = replica_environment(load(None, {"engine.exact": True})).get("MKL_CBWR", "")
 assert "torch" not in sys.modules, "MKL may have read its environment already"

@@ -111,7 +111,16 @@ static inline void finish_row(const Linear &l, Y *y, int64_t stride, int64_t row
 // y [rows, outputs] of x [rows, inputs], both with rows at their strides. x's type is the weights'.
 template <class T, class Y>
 static void linear(const Linear &l, const T *x, int64_t x_stride, Y *y, int64_t y_stride, int64_t rows, int threads) {
+  static thread_local Buffer padded;
   int64_t groups = packed_groups<T>(l.inputs), panels = (l.outputs + kPanel - 1) / kPanel;
+  if (int64_t width = groups * kWord<T>; width != l.inputs) {  // what follows a row in memory may be NaN, or nothing
+    T *rows_of = padded.of<T>(rows * width);
+    for (int64_t t = 0; t < rows; t++) {
+      memcpy(rows_of + t * width, x + t * x_stride, l.inputs * sizeof(T));
+      for (int64_t k = l.inputs; k < width; k++) rows_of[t * width + k] = T{};
+    }
+    x = rows_of, x_stride = width;
+  }
   auto weight = static_cast<const char *>(l.weight);
   parallel(threads, panels, [&](int64_t p) {
     panel(x, x_stride, rows, weight + p * groups * kPanel * 4, groups, [&](int64_t row, int c, const Floats &value) {

@@ -19,17 +19,23 @@ def test_kernels():
             *("q", "kv", "plan", "causal", "window", "softcap", "sinks", "k_scale", "v_scale", "scale", "out", "lse"),
             *("exact", "layout"),
         ],
+        "decoder_layer": ["x", "residual", "weights", "step", "kv", "layout"],
         "kv_layout": ["dtype", "head_dim", "block_size", "device_type"],
-        "linear": ["x", "weight", "bias", "exact"],
+        "linear": ["x", "weights", "out_dtype"],
+        "pack_linear": ["weight", "bias", "quantization", "exact"],
         "plan": ["cu_q", "seq_lens", "block_table"],
         "rms_norm": ["x", "residual", "weight", "eps"],
         "rope_and_write": ["q", "k", "v", "cos", "sin", "positions", "slots", "kv", "layout"],
         "rope_tables": ["frequencies", "max_positions", "scale"],
         "sample": ["logits", "temperature", "top_p", "top_k", "min_p", "uniforms"],
-        "self_check": ["weights", "heads", "kv_heads", "head_dim", "windows"],
+        "self_check": ["linears", "heads", "kv_heads", "head_dim", "windows"],
         "silu_mul": ["gate_up", "exact"],
+        "use": ["backend"],
+        "using": ["backend"],
     }
-    assert sorted(set(bifolio.kernels.__all__) - signatures.keys()) == ["AttentionPlan", "Layout"]
+    assert sorted(set(bifolio.kernels.__all__) - signatures.keys()) == [
+        *("AttentionPlan", "Backend", "LayerWeights", "Layout", "LinearWeights", "Quantization", "Step"),
+    ]
 
 
 def test_the_grpc_service():

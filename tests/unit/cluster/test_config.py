@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from bifolio import kernels
 from bifolio.cluster.config import ClusterConfig, load, resolved, schema, show
 from bifolio.protos.errors import ConfigError
+from bifolio.replicas import config
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "cluster.example.yaml"
 
@@ -61,9 +64,21 @@ def test_exact_decides_a_dtype_that_was_left_open(given: dict[str, object], dtyp
     assert resolved(load(None, given)).model.dtype == dtype
 
 
-def test_exact_needs_float32() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.exact with model\.dtype bfloat16; allowed with exact: float32"):
-        load(None, {"engine.exact": True, "model.dtype": "bfloat16"})
+def test_exact_is_never_float16() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.exact with model\.dtype float16; allowed with exact: float32"):
+        load(None, {"engine.exact": True, "model.dtype": "float16"})
+
+
+@pytest.mark.parametrize("model", [{"model.dtype": "bfloat16"}, {"model.quantization": "int8"}])
+def test_exact_is_float32_in_torch(model: dict[str, str]) -> None:
+    assert load(None, {"engine.exact": True, **model}).engine.exact
+    with pytest.raises(ConfigError, match=r"engine\.exact with engine\.kernels torch"):
+        load(None, {"engine.exact": True, "engine.kernels": "torch", **model})
+
+
+def test_the_kernels_to_choose_from_are_those_there_are() -> None:
+    assert get_args(config.Backend) == get_args(kernels.Backend)
+    assert get_args(config.Quantization) == get_args(kernels.Quantization)
 
 
 @pytest.mark.parametrize(

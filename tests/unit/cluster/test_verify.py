@@ -13,10 +13,10 @@ import pytest
 CROOKED = """
 import sys
 from bifolio.cluster.cli import main
-import bifolio.kernels.ops as ops
+import bifolio.kernels.torch_exact as torch_exact
 import bifolio.replicas.core as core
-true = ops.torch_exact.linear
-ops.torch_exact.linear = lambda x, weight, bias: true(x, weight, bias) * (1 + 1e-6 * (len(x) % 2))
+true = torch_exact.linear
+torch_exact.linear = lambda x, weight, bias: true(x, weight, bias) * (1 + 1e-6 * (len(x) % 2))
 core.self_check = lambda *shapes: "00000000"
 sys.exit(main(["verify", *sys.argv[1:]]))
 """
@@ -44,14 +44,33 @@ def test_exact_mode_is_verified_in_every_way(glassllm_dir: Path) -> None:
 
 
 def test_in_bfloat16_flips_are_counted_and_are_no_failure(glassllm_dir: Path) -> None:
-    done = _run("-m", "bifolio.cluster.cli", "verify", "--model", str(glassllm_dir), "--dtype", "bfloat16")
+    bfloat16 = ("--dtype", "bfloat16", "--kernels", "torch")
+    done = _run("-m", "bifolio.cluster.cli", "verify", "--model", str(glassllm_dir), *bfloat16)
     assert done.returncode == 0, done.stderr
     assert "bfloat16, exact off" in done.stdout
     assert re.fullmatch(r"\d+\.\d\d%", _rows(done.stdout)["in a batch of 8"][3])
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--dtype", "bfloat16"), "bfloat16, exact on, threads 1"),
+        (("--dtype", "bfloat16", "--quantization", "int8", "--threads", "2"), "bfloat16 with int8 weights, exact on"),
+        (("--kernels", "avx2"), "float32, exact on, threads 1"),
+        (("--kernels", "torch"), "float32, exact on, threads 1"),
+    ],
+)
+def test_the_native_kernels_are_exact_in_every_dtype_and_torch_in_float32(
+    glassllm_dir: Path, options: tuple[str, ...], says: str
+) -> None:
+    done = _run("-m", "bifolio.cluster.cli", "verify", "--model", str(glassllm_dir), "--exact", *options)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
+    assert "0 differences in 576 token comparisons" in done.stdout
+
+
 def test_a_difference_is_found_and_is_the_exit_status(glassllm_dir: Path) -> None:
-    done = _run("-c", CROOKED, "--model", str(glassllm_dir))
+    done = _run("-c", CROOKED, "--model", str(glassllm_dir), "--kernels", "torch")
     assert done.returncode == 1
     assert int(_rows(done.stdout)["in a batch of 8"][1]) < 128
     assert not re.search(r"^0 differences", done.stdout, re.MULTILINE)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from backends import BACKENDS
 from layout_kit import WORD, packed
 from torch import Tensor
 
-from bifolio.kernels import Layout, paged_attention, plan
+from bifolio.kernels import Layout, paged_attention, plan, using
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -84,14 +85,17 @@ class Case:
         return out, lse
 
     def check(self, **options: object) -> None:
-        """Every backend that takes these options, in every layout."""
+        """Every backend, in every layout, exact too where it can be."""
         want, _ = self.expected(**options)  # type: ignore[arg-type]
-        exact = self.dtype == torch.float32 and not options.keys() & {"softcap", "sinks"}
-        for backend in ({}, {"exact": True}) if exact else ({},):
+        for backend in BACKENDS:
+            packable = self.dtype == torch.float32 if backend == "torch" else self.dtype in WORD
+            exact = packable and not options.keys() & {"softcap", "sinks"}
             for layout in self.layouts:
-                got = self.run(layout, **options, **backend)
-                assert torch.isfinite(got).all()
-                torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[self.dtype])
+                for how in ({}, {"exact": True}) if exact else ({},):
+                    with using(backend):
+                        got = self.run(layout, **options, **how)
+                    assert torch.isfinite(got).all()
+                    torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[self.dtype])
 
 
 PACKABLE = [torch.float32, torch.bfloat16]
@@ -165,6 +169,7 @@ def test_lse_is_the_logarithm_of_the_denominator() -> None:
         torch.testing.assert_close(lse.double(), case.expected()[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("layout", ["plain", "packed"])
 def test_a_row_that_sees_no_key_gives_zero(layout: Layout) -> None:
     case = Case([(1, 7), (1, 0), (9, 5), (1, 9)])  # a padding row; a chunk longer than its keys
@@ -180,6 +185,7 @@ def test_a_row_that_sees_no_key_gives_zero(layout: Layout) -> None:
     assert (case.run(layout, exact=True)[1:6] == 0).all()
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("layout", ["plain", "packed"])
 def test_row_i_sees_the_keys_up_to_its_own_position(layout: Layout) -> None:
     case = Case([(17, 50)], hq=1, hk=1, d=64)
@@ -190,6 +196,7 @@ def test_row_i_sees_the_keys_up_to_its_own_position(layout: Layout) -> None:
         assert seen.tolist() == [33 + i + 1 for i in range(17)]
 
 
+@pytest.mark.usefixtures("backend")
 def test_no_sequences_and_no_rows() -> None:
     for layout in Case([]).layouts:
         assert Case([]).run(layout).shape == (0, 6, 64)
@@ -202,8 +209,11 @@ def test_a_huge_score_under_a_softcap_stays_finite() -> None:
     assert torch.isfinite(case.run(softcap=50.0)).all()
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("layout", ["plain", "packed"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
+@pytest.mark.parametrize(
+    ("backend", "options"), [*((name, {}) for name in BACKENDS), ("torch", {"softcap": 3.0})], indirect=["backend"]
+)
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(options: dict[str, object], layout: Layout) -> None:
     case = Case(MIXED, dtype=torch.bfloat16)
     together = case.run(layout, **options)
@@ -229,6 +239,30 @@ def test_a_float8_cache_is_scaled_and_any_other_is_not() -> None:
     assert torch.equal(case.run(k_scale=0.5, v_scale=3.0), case.run())
 
 
+@pytest.mark.usefixtures("backend")
+def test_queries_and_results_may_be_slices_of_something_wider() -> None:
+    """In the native kernels: rows at any stride; heads that are not side by side are copied."""
+    case = Case(MIXED)
+    want = case.run()
+    for wide in (torch.zeros(len(case.q), 9, 64), torch.zeros(len(case.q), 6, 80)):
+        q, out = wide[:, :6, :64], torch.full_like(wide, 5.0)
+        case.q = q.copy_(case.q)
+        assert torch.equal(case.run(out=out[:, :6, :64]), want)
+        assert torch.equal(out[:, :6, :64], want)
+        assert (out[:, 6:] == 5).all()
+        assert (out[..., 64:] == 5).all()
+
+
+@pytest.mark.parametrize("dtype", PACKABLE)
+def test_a_table_of_more_blocks_than_the_sequences_have(dtype: torch.dtype) -> None:
+    """The entries past a sequence's last block mean nothing, and may be none of the cache's."""
+    case = Case(MIXED, dtype=dtype)
+    beyond = torch.full((len(MIXED), 3), -7, dtype=torch.int32)
+    case.table = torch.cat((case.table, beyond), dim=1).contiguous()
+    case.check()
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -244,16 +278,19 @@ def test_a_float8_cache_is_scaled_and_any_other_is_not() -> None:
         ({"softcap": 0.0}, "softcap: 0"),
         ({"sinks": torch.zeros(2)}, "sinks: shape"),
         ({"lse": torch.zeros(2, 5)}, "lse: shape"),
+        ({"softcap": 1.0, "exact": True}, "exact: with softcap"),
+        ({"lse": torch.zeros(2, 6), "exact": True}, "exact: with .*lse"),
         ({"out": torch.zeros(2, 6, 64, dtype=torch.bfloat16)}, "out: dtype"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change: dict[str, object], named: str) -> None:
-    case = Case([(2, 20)])
-    case.q, case.kv = change.pop("q", case.q), change.pop("kv", case.kv)  # type: ignore[assignment]
+    case, options = Case([(2, 20)]), dict(change)
+    case.q, case.kv = options.pop("q", case.q), options.pop("kv", case.kv)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=named):
-        case.run(**change)
+        case.run(**options)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
     ("dtype", "p", "d", "layout", "named"),
     [
@@ -274,6 +311,7 @@ def test_a_layout_that_a_cache_cannot_have_is_refused(
         paged_attention(q, torch.zeros(2, 2, 2, p, d).to(dtype), built, layout=layout)
 
 
+@pytest.mark.usefixtures("backend")
 def test_blocks_that_the_cache_does_not_have_are_refused() -> None:
     case = Case([(2, 20)])
     case.table[0, 1] = len(case.kv)

@@ -1,4 +1,5 @@
-"""Exact arithmetic is right, its bits do not depend on a row's company, and where they do, the self-check says so."""
+"""Exact arithmetic in torch is right, its bits do not depend on a row's company, and where they do, the self-check
+says so. `test_native.py` says it of the native kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ import sys
 import pytest
 import torch
 
-from bifolio.kernels import linear, silu_mul
+from bifolio.kernels import linear, pack_linear, silu_mul, using
 
 PROBE = """
 import sys, torch
-from bifolio.kernels import self_check
+from bifolio.kernels import pack_linear, self_check, use
+use("torch")
 torch.set_num_threads(int(sys.argv[1]))
 random = torch.Generator().manual_seed(1)
 shapes = [(577, 96), (96, 333), (1000, 96), (33, 240)]
-weights = [torch.randn(shape, generator=random) for shape in shapes]
+weights = [pack_linear(torch.randn(shape, generator=random), exact=True) for shape in shapes]
 cases = [(9, 3, 64, [None]), (7, 1, 80, [40])]
 print(*(self_check(weights, *case) for case in cases))
 """
@@ -26,7 +28,8 @@ print(*(self_check(weights, *case) for case in cases))
 # Each operation in turn gets other last bits when it has seven rows
 CROOKED = """
 import sys, torch
-from bifolio.kernels import self_check
+from bifolio.kernels import pack_linear, self_check, use
+use("torch")
 module = sys.modules["bifolio.kernels.self_check"]
 for name in ("linear", "rms_norm", "silu_mul", "paged_attention"):
     true = getattr(module, name)
@@ -37,7 +40,7 @@ for name in ("linear", "rms_norm", "silu_mul", "paged_attention"):
         return result
     setattr(module, name, crooked)
     try:
-        self_check([torch.randn(6, 8)], 3, 1, 32)
+        self_check([pack_linear(torch.randn(6, 8), exact=True)], 3, 1, 32)
     except ArithmeticError as error:
         print(error)
     setattr(module, name, true)
@@ -76,19 +79,22 @@ def test_linear_is_that_of_torch(rows: int) -> None:
     bias = torch.randn(33, generator=random)
     for b in (None, bias):
         expected = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
-        torch.testing.assert_close(linear(x, weight, b, exact=True).double(), expected, rtol=0, atol=1e-4)
-        torch.testing.assert_close(linear(x, weight, b).double(), expected, rtol=0, atol=1e-4)
+        for exact in (True, False):
+            with using("torch"):
+                got = linear(x, pack_linear(weight, b, exact=exact))
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-4)
 
 
 def test_the_activation_is_that_of_torch() -> None:
     x = torch.randn(70, 2 * 1001, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(silu_mul(x, exact=True), silu_mul(x), rtol=0, atol=1e-6)
+    with using("torch"):
+        torch.testing.assert_close(silu_mul(x, exact=True), silu_mul(x), rtol=0, atol=1e-6)
 
 
-def test_exact_is_for_float32() -> None:
-    x = torch.zeros(2, 8, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="x: dtype"):
-        linear(x, x, exact=True)
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_exact_is_for_float32(dtype: torch.dtype, int8: bool) -> None:
+    with using("torch"), pytest.raises(ValueError, match=r"^(weight: dtype .* allowed|exact: with int8 .* allowed)"):
+        pack_linear(torch.zeros(2, 8, dtype=dtype), quantization="int8" if int8 else None, exact=True)
 
 
 def test_the_self_check_finds_an_operation_whose_rows_depend_on_their_number() -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from bifolio.kernels import Layout, rope_and_write, rope_tables
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 HQ, HK, D, P = 6, 2, 40, 8
 FREQUENCIES = 1e4 ** (-torch.arange(0, D, 2) / D)
 
@@ -95,6 +97,47 @@ def test_frequencies_of_zero_rotate_nothing() -> None:
     still = rope_tables(torch.zeros(D // 2), 1)
     assert torch.equal(rope_and_write(q, k, k, *still, torch.zeros_like(where), where, cache), q)
     assert torch.equal(cache[0, 0, :, :3].transpose(0, 1), k)
+
+
+def test_queries_and_keys_that_lie_apart_give_the_same_bits() -> None:
+    """Heads that are not side by side, tables and slots with gaps."""
+    x, where = torch.randn(3, HQ, D), torch.arange(3)
+    cos, sin = rope_tables(FREQUENCIES, 9)
+    caches = torch.zeros(2, 2, 2, HK, P, D)
+    want = rope_and_write(x, x[:, :HK], x[:, HK : 2 * HK], cos, sin, where, where, caches[0])
+    apart = torch.zeros(3, HQ, 2 * D)[..., :D].copy_(x)
+    gaps = [torch.stack((t, t), dim=1).flatten(1)[:, :D] for t in (cos, sin)]
+    spread = where.repeat_interleave(2)[::2]
+    got = rope_and_write(apart, apart[:, :HK], apart[:, HK : 2 * HK], *gaps, spread, spread, caches[1])
+    assert torch.equal(got, want)
+    assert torch.equal(caches[0], caches[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"k": torch.zeros(1, HK + 1, D)}, r"k: shape \[1, 3, 40\]; allowed is \[T, HK, D\] = \[1, 2, 40\]"),
+        ({"v": torch.zeros(1, HK, D, dtype=torch.bfloat16)}, "v: dtype torch.bfloat16; allowed: torch.float32"),
+        ({"cos": torch.zeros(4, D + 2)}, r"cos: shape \[4, 42\]"),
+        ({"sin": torch.zeros(4, D).double()}, "sin: dtype torch.float64; allowed: torch.float32"),
+        ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions: shape \[2\]; allowed is \[T\] = \[1\]"),
+        ({"slots": torch.zeros(1, dtype=torch.int32)}, "slots: dtype torch.int32; allowed: torch.int64"),
+        ({"kv": torch.zeros(2, 2, HK, D, P).transpose(3, 4)}, "kv: stride"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, Tensor], named: str) -> None:
+    cos, sin = rope_tables(FREQUENCIES, 4)
+    zero, x = torch.zeros(1, dtype=torch.int64), torch.zeros(1, HK, D)
+    given = {"q": x, "k": x, "v": x, "cos": cos, "sin": sin, "positions": zero, "slots": zero}
+    with pytest.raises(ValueError, match=named):
+        rope_and_write(**{**given, "kv": torch.zeros(2, 2, HK, P, D), **change})
+
+
+def test_an_odd_head_is_refused() -> None:
+    x, zero = torch.zeros(1, HK, 33), torch.zeros(1, dtype=torch.int64)
+    table = torch.zeros(4, 33)
+    with pytest.raises(ValueError, match="q: head_dim 33; allowed is an even one"):
+        rope_and_write(x, x, x, table, table, zero, zero, torch.zeros(2, 2, HK, P, 33))
 
 
 def test_another_dtype_of_cache_is_refused() -> None:

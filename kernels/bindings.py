@@ -16,7 +16,7 @@ from .layout import Layout
 from .plan import AttentionPlan
 
 _FLOAT32, _BFLOAT16, _INT8 = range(3)
-_TYPES = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.int8: _INT8}
+_TYPES = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.uint8: _INT8}
 
 
 class LinearStruct(Structure):
@@ -24,7 +24,6 @@ class LinearStruct(Structure):
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("scale", c_void_p),
-        ("offset", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("type", c_int32),
@@ -133,7 +132,7 @@ class Native:
         return getattr(self, f"_{name}")(*arguments)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """uint8 [bytes]: weight [N, K], contiguous, of float32, bfloat16 or int8, as `linear` reads it."""
+        """uint8 [bytes]: weight [N, K] as `linear` reads it. Contiguous; float32, bfloat16, or uint8: int8 + 128."""
         outputs, inputs = weight.shape
         kind = _TYPES[weight.dtype]
         packed = torch.empty(self._call("packed_bytes", inputs, outputs, kind) + 63, dtype=torch.uint8)
@@ -242,14 +241,10 @@ class Native:
         )
 
 
-def linear_struct(
-    packed: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, offset: Tensor | None
-) -> Any:
+def linear_struct(packed: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> LinearStruct:
     """Of tensors that outlive it: `packed` is `weight` packed."""
     outputs, inputs = weight.shape
-    return LinearStruct(
-        packed.data_ptr(), _pointer(bias), _pointer(scale), _pointer(offset), inputs, outputs, _TYPES[weight.dtype]
-    )
+    return LinearStruct(packed.data_ptr(), _pointer(bias), _pointer(scale), inputs, outputs, _TYPES[weight.dtype])
 
 
 def step_struct(cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan) -> StepStruct:

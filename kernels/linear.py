@@ -2,7 +2,7 @@
 
     quantization  weights          activations                          products
     None          as they come     as they come                         float32, one order of sums for each row
-    int8          per output       per row, when they are multiplied    exact integers
+    int8          per output       by 64 inputs, when multiplied        integers, and float32 for each 64
 
 Either way a row's result is its own: it does not depend on the rows beside it.
 """
@@ -21,6 +21,7 @@ from .backend import native_for
 from .bindings import LinearStruct, Native, linear_struct
 
 Quantization = Literal["int8"]
+SCALED = 64  # inputs of a row whose activations share a scale
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +35,6 @@ class LinearWeights:
     weight: Tensor  # [N, K]; native: packed bytes
     bias: Tensor | None  # [N]; native: float32
     scale: Tensor | None  # int8: float32 [N], what a weight is multiplied by
-    offset: Tensor | None  # int8, native: int32 [N]
     native: tuple[Native, LinearStruct] | None
 
 
@@ -47,8 +47,10 @@ def pack_linear(
     bias    [N] of the same dtype
     exact   promises that a row's bits are its own; torch keeps that for float32 without quantization, on CPUs
 
-    int8: weight ~ scale * integer from -127 to 127, one scale for each output. Raises ValueError for a wrong shape or
-    dtype, and where the promise of `exact` cannot be kept.
+    int8: weight ~ scale * integer from -127 to 127, one scale for each output (LLM.int8(), Dettmers et al. 2022, calls
+    these vector-wise; the activations' are finer, because there single values stand out).
+
+    Raises ValueError for a wrong shape or dtype, and where the promise of `exact` cannot be kept.
     """
     checks.shape("weight", weight, (None, None), "N, K")
     checks.dtype("weight", weight, checks.FLOATS)
@@ -63,17 +65,17 @@ def pack_linear(
         checks.exact("weight", weight)
         if quantization:
             raise ValueError("exact: with int8 weights in torch; allowed with native kernels, or without int8")
-    dtype, scale, offset = weight.dtype, None, None
+    dtype, scale = weight.dtype, None
     if quantization:
         weight, scale = _quantize(weight)
     if native is None:
-        return LinearWeights(inputs, outputs, dtype, exact, weight.contiguous(), bias, scale, None, None)
+        return LinearWeights(inputs, outputs, dtype, exact, weight.contiguous(), bias, scale, None)
     if scale is not None:
-        offset = 128 * weight.sum(dim=1, dtype=torch.int32)
+        weight = (weight.short() + 128).to(torch.uint8)
     bias = None if bias is None else bias.float()
     packed = native.pack(weight.contiguous())
-    struct = linear_struct(packed, weight, bias, scale, offset)
-    return LinearWeights(inputs, outputs, dtype, exact, packed, bias, scale, offset, (native, struct))
+    struct = linear_struct(packed, weight, bias, scale)
+    return LinearWeights(inputs, outputs, dtype, exact, packed, bias, scale, (native, struct))
 
 
 def linear(x: Tensor, weights: LinearWeights, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -108,13 +110,20 @@ def linear(x: Tensor, weights: LinearWeights, *, out_dtype: torch.dtype | None =
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [N, K] and float32 [N]."""
     scale = weight.abs().amax(dim=1).float() / 127
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
-    return (weight.float() * inverse[:, None]).round_().to(torch.int8), scale
+    return (weight.float() * _inverse(scale)[:, None]).round_().to(torch.int8), scale
+
+
+def _inverse(step: Tensor) -> Tensor:
+    """1 / step; 0 where that is no number."""
+    return torch.where(step >= torch.finfo(torch.float32).tiny, 1 / step, 0.0)
 
 
 def _int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """float32 [T, N]: each row of x rounded to 255 steps of its own, the products summed as integers."""
-    x = x.float()
-    step = x.abs().amax(dim=1, keepdim=True) / 127
-    whole = (x * torch.where(step > 0, 1 / step, 0.0)).round_().to(torch.int8)
-    return torch._int_mm(whole, weight.t()).float() * step * scale
+    """float32 [T, N]: each 64 inputs of each row rounded to 255 steps of their own. A product of 64 has no more digits
+    than float32, so each is exact."""
+    y = torch.zeros(len(x), len(weight))
+    for part, w in zip(torch.split(x.float(), SCALED, 1), torch.split(weight, SCALED, 1), strict=True):
+        step = part.abs().amax(dim=1, keepdim=True) / 127
+        whole = (part * _inverse(step)).round_()
+        y += (whole @ w.float().t()) * step
+    return y * scale

@@ -2,7 +2,7 @@
 // sequence, one KV head or several, and up to kQueries of the rows * group queries that share a head. A piece goes over
 // its keys once:
 //
-//     for each tile of 64 keys, at multiples of 64 positions, and each head:
+//     for each tile of 32 keys, at multiples of 32 positions, and each head:
 //       scores    a lane is a key, a `dot` a step along head_dim       K: [D / w][P][w]
 //       weights   2^(score - largest so far), in float32               (Milakov and Gimelshein 2018, online softmax)
 //       mixed     a lane is a dim, a `dot` a step along the keys       V: [P / w][D][w]
@@ -12,7 +12,8 @@
 //
 // Decoding reads each key once, so memory sets the pace. Blocks are scattered, and a CPU fetches ahead only within one:
 // while a tile is computed, the next one is brought to the second-level cache, which has more requests in flight than the
-// first (measured on Zen 4: 12 GB/s without, 18 with, of the 20 of one long array).
+// first. Tiles are short, so that requests come at an even pace, through the weights as well: those that come too close
+// together are lost (measured on Zen 4: 7 GB/s without, 14 with tiles of 128 and none through the weights, 18 so).
 #pragma once
 
 #include <algorithm>
@@ -21,8 +22,9 @@
 
 namespace bifolio {
 
-constexpr int kTile = 64;
+constexpr int kTile = 32;
 constexpr int kQueries = kRegisters / 2;  // two chains of sums for each
+static_assert(kQueries <= kLanes);
 
 struct Attention {
   Rows q, out;
@@ -45,15 +47,14 @@ class Ahead {
     block_stride_ = c.block_stride * sizeof(T), kv_stride_ = c.kv_stride * sizeof(T);
     bytes_ = ((heads - 1) * c.head_stride + c.block_size * c.head_dim) * sizeof(T);
   }
-  // So many lines side by side, to be fetched one by one: a CPU forgets what it is asked for all at once. `other` when
-  // there are no more.
+  // The next so many lines, side by side, to be fetched one by one; `other` when there are no more.
   const char *take(int64_t lines, const void *other) {
     if (line_ >= stop_) {
       if (blocks_ == last_) return static_cast<const char *>(other);
       line_ = base_ + *blocks_ * block_stride_ + half_ * kv_stride_, stop_ = line_ + bytes_;
       blocks_ += half_, half_ ^= 1;
     }
-    line_ += lines * 64;
+    line_ = std::min(line_ + lines * 64, stop_);
     return line_ - lines * 64;
   }
 
@@ -120,7 +121,8 @@ static inline void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 
 // R queries' scores of one span's keys.
 template <class T, int R, bool Whole>
-static inline void score(const T *q, int64_t width, const Span<T> &s, const char *ahead, float (*scores)[kTile + kLanes]) {
+static inline void score(const T *q, int64_t width, const Span<T> &s, const char *ahead, Floats scale,
+                         float (*scores)[kTile + kLanes]) {
   constexpr int w = kWord<T>;
   Floats even[R] = {}, odd[R] = {};
   int64_t groups = width / w, g = 0;
@@ -138,7 +140,7 @@ static inline void score(const T *q, int64_t width, const Span<T> &s, const char
     Words w0 = words(g);
     for (int r = 0; r < R; r++) even[r] = dot(even[r], w0, q + r * width + g * w);
   }
-  for (int r = 0; r < R; r++) store(scores[r] + s.position, even[r] + odd[r]);
+  for (int r = 0; r < R; r++) store(scores[r] + s.position, (even[r] + odd[r]) * scale);
 }
 
 // R queries' weighted values of one span, J vectors of dims from `column` on, added to acc.
@@ -172,47 +174,61 @@ template <class T, int R>
 struct Queries {
   alignas(64) T q[R * kMostHeadDim];
   alignas(64) float out[R][kMostHeadDim];
+  alignas(64) float top[kLanes], total[kLanes];  // a lane is a query
   int64_t from[R], to[R];  // the keys a query sees
-  float top[R], total[R];
 };
+
+// The weights of a tile's keys first .. last - 1, from their scores; fade: what the sums so far are worth beside them.
+template <class T, int R>
+static void weigh(int64_t tile, int first, int last, Ahead &ahead, Queries<T, R> &x, float (*scores)[kTile + kLanes],
+                  T (*weights)[kTile + kLanes], float *fade) {
+  alignas(64) float top[kLanes] = {}, base[kLanes] = {}, sums[kLanes] = {};
+  auto for_keys = [&](int lines, auto f) {  // fetches so many for each vector of keys
+    const char *line = ahead.take((last - first + kLanes - 1) / kLanes * lines, scores);
+    for (int i = first; i < last; i += kLanes) {
+      for (int j = 0; j < lines; j++, line += 64) fetch(line);
+      f(i);
+    }
+  };
+  for (int r = 0; r < R; r++) {
+    int see = (int)(std::max(x.from[r], tile) - tile), until = (int)(std::min(x.to[r], tile + kTile) - tile);
+    Floats most = all(-INFINITY);
+    for_keys(1, [&](int i) {
+      Floats s = load(scores[r] + i);
+      if (i < see || i + kLanes > until)
+        store(scores[r] + i, s = within(s, lane_numbers(), see - i, until - i, -INFINITY));
+      most = max(most, s);
+    });
+    top[r] = std::max(x.top[r], largest(most)), base[r] = top[r] == -INFINITY ? 0.f : top[r];
+  }
+  for (int r = 0; r < R; r++) {
+    Floats part = {};
+    for_keys(2, [&](int i) {
+      Floats e = exp2(load(scores[r] + i) - all(base[r]));
+      store(weights[r] + i, e), part = part + e;
+    });
+    sums[r] = sum(part);
+  }
+  Floats faded = memcmp(top, x.top, sizeof top) ? exp2(load(x.top) - load(base)) : all(1.f);
+  store(fade, faded), store(x.top, load(top)), store(x.total, load(x.total) * faded + load(sums));
+}
 
 // One tile for R queries of one head.
 template <class T, int R>
 static void attend_tile(const Keys<T> &k, int64_t head, int64_t tile, Ahead &ahead, Queries<T, R> &x) {
   constexpr int w = kWord<T>, J = std::clamp(kRegisters / R, 1, 4);
-  alignas(64) float scores[R][kTile + kLanes];
+  alignas(64) float scores[R][kTile + kLanes], fade[kLanes];
   alignas(64) T weights[R][kTile + kLanes];
-  float fade[R];
   int64_t d = k.a.cache.head_dim, width = (d + w - 1) / w * w;
   int64_t low = std::max(k.begin, tile), high = std::min<int64_t>(k.end, tile + kTile);
   if (k.tile_keys) pack_tile(k, head, tile, low, high);
+  Floats scale = all(k.a.scale * kLog2E);
   for_spans(k, head, tile, low, high, [&](const Span<T> &s) {
     const char *line = ahead.take(width / w, s.keys);
-    if (s.count == kLanes) score<T, R, true>(x.q, width, s, line, scores);
-    else score<T, R, false>(x.q, width, s, line, scores);
+    if (s.count == kLanes) score<T, R, true>(x.q, width, s, line, scale, scores);
+    else score<T, R, false>(x.q, width, s, line, scale, scores);
   });
-
-  int first = (int)((low - tile) / kLanes * kLanes), last = (int)(high - tile);
-  Floats scale = all(k.a.scale * kLog2E);
-  for (int r = 0; r < R; r++) {
-    int see = (int)(std::max(x.from[r], tile) - tile), until = (int)(std::min(x.to[r], tile + kTile) - tile);
-    Floats most = all(-INFINITY), part = {};
-    for (int i = first; i < last; i += kLanes) {
-      Floats s = load(scores[r] + i) * scale;
-      if (i < see || i + kLanes > until) s = within(s, lane_numbers(), see - i, until - i, -INFINITY);
-      store(scores[r] + i, s);
-      most = max(most, s);
-    }
-    float before = x.top[r], now = std::max(before, largest(most)), base = now == -INFINITY ? 0.f : now;
-    for (int i = first; i < last; i += kLanes) {
-      Floats e = exp2(load(scores[r] + i) - all(base));
-      store(weights[r] + i, e);
-      part = part + e;
-    }
-    fade[r] = before == now ? 1.f : exp2(before - base);
-    x.total[r] = x.total[r] * fade[r] + sum(part);
-    x.top[r] = now;
-  }
+  weigh(tile, (int)((low - tile) / kLanes * kLanes), (int)(high - tile), ahead, x, scores, weights, fade);
 
   auto columns = [&](auto count, int64_t column, int lanes) {
     Floats acc[R][count()];
@@ -249,7 +265,8 @@ static void attend(const Attention &a, const Piece &p, const Piece *next) {
   auto place = [&](const Rows &rows, int64_t h, int r) {  // of query r of head h
     return (T *)rows.data + (row + (p.first + r) / group) * rows.stride + ((p.head + h) * group + (p.first + r) % group) * d;
   };
-  for (int64_t h = 0; h < p.heads; h++)
+  for (int64_t h = 0; h < p.heads; h++) {
+    store(x[h].top, all(-INFINITY)), store(x[h].total, Floats{});
     for (int r = 0; r < R; r++) {
       memcpy(x[h].q + r * width, place(a.q, h, r), d * sizeof(T));
       std::fill(x[h].q + r * width + d, x[h].q + r * width + width, T{});
@@ -257,9 +274,9 @@ static void attend(const Attention &a, const Piece &p, const Piece *next) {
       int64_t position = keys - rows + (p.first + r) / group;
       x[h].to[r] = a.causal ? std::max<int64_t>(0, position + 1) : keys;
       x[h].from[r] = a.window ? std::max<int64_t>(0, position + 1 - a.window) : 0;
-      x[h].top[r] = -INFINITY, x[h].total[r] = 0.f;
       k.begin = std::min(k.begin, x[h].from[r]), k.end = std::max(k.end, x[h].to[r]);
     }
+  }
   Ahead ahead;
   int64_t size = a.cache.block_size;
   auto aim = [&](int64_t sequence, int64_t from, int64_t to, int64_t head, int64_t heads) {

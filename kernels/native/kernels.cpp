@@ -25,13 +25,13 @@ EXPORT void bifolio_set_parallel(void *gomp_parallel) { region = reinterpret_cas
 // Bytes of a packed weight of this type.
 EXPORT int64_t bifolio_packed_bytes(int64_t inputs, int64_t outputs, int32_t type) {
   int64_t panels = (outputs + kPanel - 1) / kPanel;
-  int64_t groups = type == kInt8       ? packed_groups<int8_t>(inputs)
+  int64_t groups = type == kInt8       ? packed_groups<uint8_t>(inputs)
                    : type == kBfloat16 ? packed_groups<bf16>(inputs)
                                        : packed_groups<float>(inputs);
   return panels * groups * kPanel * 4;
 }
 EXPORT void bifolio_pack(const void *weight, int64_t inputs, int64_t outputs, int32_t type, void *packed) {
-  if (type == kInt8) pack((const int8_t *)weight, inputs, outputs, (int8_t *)packed);
+  if (type == kInt8) pack((const uint8_t *)weight, inputs, outputs, (uint8_t *)packed);
   else if (type == kBfloat16) pack((const bf16 *)weight, inputs, outputs, (bf16 *)packed);
   else pack((const float *)weight, inputs, outputs, (float *)packed);
 }

@@ -246,28 +246,29 @@ static inline Floats dot(Floats acc, const Words &words, const bf16 *group) {
   return multiply_add(high, all(widen(group[1])), multiply_add(low, all(widen(group[0])), acc));
 #endif
 }
-// Unsigned activations times signed weights.
-static inline Ints dot(Ints acc, const Words &words, const uint8_t *group) {
+// Unsigned weights times signed activations.
+static inline Ints dot(Ints acc, const Words &words, const int8_t *group) {
 #if defined(__AVX512BF16__)
   auto x = _mm512_set1_epi32((int)word_at(group));
-  acc.part[0] = (IntPart)_mm512_dpbusd_epi32((__m512i)acc.part[0], x, (__m512i)words.part[0]);
+  acc.part[0] = (IntPart)_mm512_dpbusd_epi32((__m512i)acc.part[0], (__m512i)words.part[0], x);
 #elif defined(__AVX2__)
   // pairs of 16 bits: the CPU's product of unsigned with signed bytes would saturate
-  uint32_t g = word_at(group);
-  auto even = _mm256_set1_epi32((int)(g & 0x00ff00ffu)), odd = _mm256_set1_epi32((int)(g >> 8 & 0x00ff00ffu));
+  auto x = _mm256_set1_epi32((int)word_at(group));
+  auto even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
   EACH({
     auto w = (__m256i)words.part[i];
-    auto w_even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), w_odd = _mm256_srai_epi16(w, 8);
-    auto both = _mm256_add_epi32(_mm256_madd_epi16(w_even, even), _mm256_madd_epi16(w_odd, odd));
-    acc.part[i] += (IntPart)both;
+    auto w_even = _mm256_and_si256(w, _mm256_set1_epi16(0xff)), w_odd = _mm256_srli_epi16(w, 8);
+    acc.part[i] += (IntPart)_mm256_add_epi32(_mm256_madd_epi16(w_even, even), _mm256_madd_epi16(w_odd, odd));
   })
 #else
-  EACH(for (int b = 0; b < 4; b++) {
-    IntPart w = (IntPart)(words.part[i] << (24 - 8 * b)) >> 24;
-    acc.part[i] += w * (int32_t)group[b];
-  })
+  EACH(for (int b = 0; b < 4; b++) acc.part[i] += (IntPart)(words.part[i] >> (8 * b) & 0xffu) * (int32_t)group[b])
 #endif
   return acc;
+}
+static inline Floats to_floats(const Ints &x, int32_t less) {
+  Floats r;
+  EACH(r.part[i] = __builtin_convertvector(x.part[i] - less, FloatPart))
+  return r;
 }
 
 // 2^x to a unit or two in the last place; 0 below -126, 2^127 above 127, NaN of NaN. The polynomial is that of Cephes

@@ -7,8 +7,10 @@
 // threads and with which panel beside it makes no difference to a row's bits.
 #pragma once
 
-#include "lanes.h"
-#include "parallel.h"
+#include <algorithm>
+#include <cfloat>
+
+#include "small.h"
 
 namespace bifolio {
 
@@ -19,10 +21,9 @@ constexpr int64_t kPanelBytes = 384 << 10;    // of a panel are read for all row
 
 // What a linear layer is, and what the caller fills.
 struct Linear {
-  const void *weight;     // packed: float, bf16 or int8_t
-  const float *bias;      // [outputs], or null
-  const float *scale;     // int8: [outputs], what a weight is multiplied by
-  const int32_t *offset;  // int8: [outputs], 128 * the sum of the output's weights
+  const void *weight;  // packed: float, bf16, or bytes of the whole number + 128
+  const float *bias;   // [outputs], or null
+  const float *scale;  // int8: [outputs], what a weight is multiplied by
   int64_t inputs, outputs;
   int32_t type;  // of the weights, as in `Type`
 };
@@ -34,6 +35,7 @@ static int64_t packed_groups(int64_t inputs) {
 }
 
 // weight [outputs, inputs] to `packed`: ceil(outputs / 48) panels of groups * 48 words, zeros where there is nothing.
+// int8 comes as the whole number + 128, as `dot` takes it; what stands for nothing there meets activations of 0.
 template <class T>
 static void pack(const T *weight, int64_t inputs, int64_t outputs, T *packed) {
   int64_t groups = packed_groups<T>(inputs), panels = (outputs + kPanel - 1) / kPanel;
@@ -48,17 +50,8 @@ static void pack(const T *weight, int64_t inputs, int64_t outputs, T *packed) {
         }
 }
 
-template <class X>
-struct Accumulates {
-  using type = Floats;
-};
-template <>
-struct Accumulates<uint8_t> {
-  using type = Ints;
-};
-
 // M rows of x times a part of one panel, added to `partial` [M][kColumns] unless it is the first part.
-template <class X, int M, class A = typename Accumulates<X>::type>
+template <class X, int M, class A>
 static inline void multiply(const X *x, int64_t stride, const char *words, int64_t groups, bool first, A *partial) {
   A acc[M][kColumns];
   for (int m = 0; m < M; m++)
@@ -83,15 +76,14 @@ static inline void multiply_rows(int rows, const X *x, int64_t stride, const cha
 // One panel for all rows; `finish` turns the accumulated row t, vector c of the panel, into what is stored.
 template <class X, class F>
 static void panel(const X *x, int64_t stride, int64_t rows, const char *words, int64_t groups, const F &finish) {
-  using A = typename Accumulates<X>::type;
   static thread_local Buffer sums;
   int64_t part = kPanelBytes / (kPanel * 4), parts = (groups + part - 1) / part;
-  A *partial = sums.of<A>((parts > 1 ? rows : kRows) * kColumns);
+  Floats *partial = sums.of<Floats>((parts > 1 ? rows : kRows) * kColumns);
   for (int64_t begin = 0; begin < groups; begin += part) {
     int64_t count = begin + part < groups ? part : groups - begin;
     for (int64_t t = 0; t < rows; t += kRows) {
       int here = rows - t < kRows ? (int)(rows - t) : kRows;
-      A *p = partial + (parts > 1 ? t * kColumns : 0);
+      Floats *p = partial + (parts > 1 ? t * kColumns : 0);
       multiply_rows<X>(here, x + t * stride + begin * kWord<X>, stride, words + begin * kPanel * 4, count, begin == 0, p);
       if (begin + count < groups) continue;
       for (int m = 0; m < here; m++)
@@ -129,43 +121,81 @@ static void linear(const Linear &l, const T *x, int64_t x_stride, Y *y, int64_t 
   });
 }
 
-// The same with int8 weights: each row of x is rounded to whole multiples of its own largest value / 127, stored as
-// 1 .. 255 around 128, so that it does not depend on its batch. Sums are integers, hence exact.
+// The same with int8 weights. Each row of x is rounded in groups of 64 inputs, to whole multiples of the group's largest
+// value / 127: so it does not depend on its batch, and one large value costs its neighbours little. Sums within a group
+// are of integers, hence exact; the groups' are fused float32, ascending.
+constexpr int64_t kScaled = 64;
+
+struct Quantized {
+  int8_t *whole;  // [rows, width]
+  float *step;    // [rows, groups of 64]
+  int32_t *sum;   // the same: 128 times the group's whole numbers, which the weights' + 128 adds to each output
+  int64_t width, groups;
+};
+
+template <class T>
+static void quantize(const T *x, int64_t inputs, int64_t row, const Quantized &q) {
+  for (int64_t g = 0; g < q.groups; g++) {
+    const T *from = x + g * kScaled;
+    int64_t count = std::min(kScaled, inputs - g * kScaled), room = std::min(kScaled, q.width - g * kScaled);
+    Floats top = {};
+    for_vectors(count, [&](int64_t i, int n) { top = max(top, absolute(load_some(from + i, n))); });
+    float step = largest(top) / 127.f;
+    Floats inverse = all(step >= FLT_MIN ? 1.f / step : 0.f);  // of smaller ones it is no number
+    int32_t sum = 0;
+    for_vectors(room, [&](int64_t i, int n) {
+      Floats v = i < count ? load_some(from + i, (int)std::min<int64_t>(kLanes, count - i)) : Floats{};
+      v = fma(v, inverse, all(12582912.f));  // 1.5 * 2^23: the nearest whole number ends in the low byte
+      int32_t bits[kLanes];
+      memcpy(bits, &v, sizeof bits);
+      for (int j = 0; j < n; j++) sum += q.whole[row * q.width + g * kScaled + i + j] = (int8_t)bits[j];
+    });
+    q.step[row * q.groups + g] = step, q.sum[row * q.groups + g] = 128 * sum;
+  }
+}
+
+// M rows times one panel.
+template <int M>
+static inline void multiply_int8(const Quantized &q, int64_t row, const char *words, Floats *total) {
+  for (int i = 0; i < M * kColumns; i++) total[i] = {};
+  for (int64_t g = 0; g < q.groups; g++) {
+    Ints acc[M * kColumns];
+    int64_t begin = g * kScaled, count = std::min(kScaled, q.width - begin) / 4;
+    multiply<int8_t, M>(q.whole + row * q.width + begin, q.width, words + begin * kPanel, count, true, acc);
+    for (int m = 0; m < M; m++) {
+      int64_t at = (row + m) * q.groups + g;
+      for (int c = 0; c < kColumns; c++)
+        total[m * kColumns + c] = fma(to_floats(acc[m * kColumns + c], q.sum[at]), all(q.step[at]), total[m * kColumns + c]);
+    }
+  }
+}
+template <int M = kRows>
+static inline void multiply_int8_rows(int rows, const Quantized &q, int64_t row, const char *words, Floats *total) {
+  if constexpr (M > 1)
+    if (rows < M) return multiply_int8_rows<M - 1>(rows, q, row, words, total);
+  multiply_int8<M>(q, row, words, total);
+}
+
 template <class T, class Y>
 static void linear_int8(const Linear &l, const T *x, int64_t x_stride, Y *y, int64_t y_stride, int64_t rows,
                         int threads) {
-  static thread_local Buffer quantized, steps;
-  int64_t groups = packed_groups<int8_t>(l.inputs), panels = (l.outputs + kPanel - 1) / kPanel, width = groups * 4;
-  auto *q = quantized.of<uint8_t>(rows * width);
-  auto *step = steps.of<float>(rows);
-  for (int64_t t = 0; t < rows; t++) {
-    const T *from = x + t * x_stride;
-    Floats top = {};
-    for (int64_t k = 0; k < l.inputs; k += kLanes)
-      top = max(top, absolute(load_some(from + k, (int)(l.inputs - k < kLanes ? l.inputs - k : kLanes))));
-    step[t] = largest(top) / 127.f;
-    Floats inverse = all(step[t] > 0.f ? 1.f / step[t] : 0.f);
-    for (int64_t k = 0; k < width; k += kLanes) {
-      int64_t left = l.inputs - k;
-      Floats v = left > 0 ? load_some(from + k, (int)(left < kLanes ? left : kLanes)) : Floats{};
-      v = fma(v, inverse, all(12582912.f + 128.f));  // the nearest whole number ends in the low byte
-      int32_t whole[kLanes];
-      memcpy(whole, &v, sizeof whole);
-      for (int64_t i = 0; i < kLanes && k + i < width; i++) q[t * width + k + i] = (uint8_t)whole[i];
-    }
-  }
+  static thread_local Buffer wholes, steps, sums;
+  int64_t width = packed_groups<int8_t>(l.inputs) * 4, groups = (width + kScaled - 1) / kScaled;
+  Quantized q{wholes.of<int8_t>(rows * width), steps.of<float>(rows * groups), sums.of<int32_t>(rows * groups), width, groups};
+  for_rows(threads, rows, [&](int64_t t) { quantize(x + t * x_stride, l.inputs, t, q); });
   auto weight = static_cast<const char *>(l.weight);
-  parallel(threads, panels, [&](int64_t p) {
-    panel(q, width, rows, weight + p * groups * kPanel * 4, groups, [&](int64_t row, int c, const Ints &value) {
-      int64_t column = p * kPanel + c * kLanes;
-      int n = l.outputs - column < kLanes ? (int)(l.outputs - column) : kLanes;
-      if (n <= 0) return;
-      Ints offset = {};
-      memcpy(&offset, l.offset + column, n * 4);
-      Floats exact;
-      EACH(exact.part[i] = __builtin_convertvector(value.part[i] - offset.part[i], FloatPart))
-      finish_row(l, y, y_stride, row, column, exact * all(step[row]) * load_some(l.scale + column, n));
-    });
+  parallel(threads, (l.outputs + kPanel - 1) / kPanel, [&](int64_t p) {
+    for (int64_t t = 0; t < rows; t += kRows) {
+      Floats total[kRows * kColumns];
+      int here = (int)std::min<int64_t>(kRows, rows - t);
+      multiply_int8_rows(here, q, t, weight + p * width * kPanel, total);
+      for (int m = 0; m < here; m++)
+        for (int c = 0; c < kColumns; c++) {
+          int64_t column = p * kPanel + c * kLanes;
+          int n = (int)std::min<int64_t>(kLanes, l.outputs - column);
+          if (n > 0) finish_row(l, y, y_stride, t + m, column, total[m * kColumns + c] * load_some(l.scale + column, n));
+        }
+    }
   });
 }
 

@@ -76,7 +76,7 @@ def short() -> None:
     native = native_for(x)
     assert native is not None
     packed = native.pack(weight)
-    native.linear(x, linear_struct(packed, weight, bias, None, None), torch.empty(2, 64))
+    native.linear(x, linear_struct(packed, weight, bias, None), torch.empty(2, 64))
 
 
 FOLDER, ISA, WHAT = sys.argv[1:]

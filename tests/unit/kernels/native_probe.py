@@ -23,7 +23,7 @@ def library() -> tuple[str, ctypes.CDLL]:
 
 class Linear(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "scale", "offset")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "scale")),
         ("inputs", ctypes.c_int64),
         ("outputs", ctypes.c_int64),
         ("type", ctypes.c_int32),
@@ -46,7 +46,7 @@ def main() -> None:
     lib.bifolio_packed_bytes.restype = size
     packed = ctypes.create_string_buffer(lib.bifolio_packed_bytes(size(inputs), size(outputs), 0))
     lib.bifolio_pack(pointer(weight), size(inputs), size(outputs), 0, packed)
-    linear = Linear(ctypes.addressof(packed), None, None, None, inputs, outputs, 0)
+    linear = Linear(ctypes.addressof(packed), None, None, inputs, outputs, 0)
     lib.bifolio_linear(ctypes.byref(linear), 0, 0, pointer(x), size(inputs), pointer(y), size(outputs), size(rows), 1)
     normed = array.array("f", bytes(4 * rows * inputs))
     lib.bifolio_rms_norm(

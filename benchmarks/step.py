@@ -17,7 +17,7 @@ A round computes each once, for all dtypes in turns:
     rival              the same by oneDNN, packed before (float32: by F.linear; int8 has none)
     attention          of all layers over the same blocks, one native call after the other
     small              norms, RoPE with the cache write, activations, likewise
-    embedding, choice  what torch computes itself: the rows of the embedding, the largest of each row of logits
+    embedding, choice  not ours: the rows of the embedding, the largest of each row of logits
 
 A part finds neither weights nor K and V in a cache when they are larger than it: the parts before have used it.
 
@@ -307,7 +307,7 @@ def parts(native: Native, model: Model, cache: KvCache, batch: Batch) -> dict[st
         return torch.zeros_like(hidden), hidden[batch.logit_rows]
 
     def choice() -> object:
-        return logits.amax(-1), logits.argmax(-1)
+        return logits.amax(-1), logits.numpy().argmax(-1)  # as `kernels.sample` does
 
     inputs_of = [*(w.inputs for w in model.linears), c.hidden]
     ways: dict[str, Way] = {"linears": Tape(native, linears)}

@@ -158,7 +158,8 @@ def _verify(args: argparse.Namespace) -> int:
     from .config import load, resolved
 
     given = _given(args)
-    given.setdefault("engine.exact", args.dtype in (None, "float32") and args.quantization is None)
+    if args.dtype in (None, "float32") and args.quantization is None:
+        given["engine.exact"] = True
     config = resolved(load(args.config, given))
     from .verify import verify
 

@@ -21,7 +21,10 @@ from .plan import AttentionPlan
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """attention_norm, mlp_norm [hidden]; q_norm, k_norm [head_dim] each or None; window as in `paged_attention`."""
+    """attention_norm, mlp_norm [hidden]; q_norm and k_norm [head_dim], or both None; window as in `paged_attention`.
+
+    All of one dtype, norms contiguous. Raises ValueError for parts that do not fit each other.
+    """
 
     attention_norm: Tensor
     qkv: LinearWeights  # to (heads + 2 * kv_heads) * head_dim
@@ -34,6 +37,32 @@ class LayerWeights:
     head_dim: int
     eps: float
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        hidden, inner, dtype = self.qkv.inputs, self.down.inputs, self.qkv.dtype
+        sizes = {"attention_norm": hidden, "mlp_norm": hidden, "q_norm": self.head_dim, "k_norm": self.head_dim}
+        for name, size in sizes.items():
+            norm: Tensor | None = getattr(self, name)
+            if norm is not None:
+                checks.shape(name, norm, (size,), "size")
+                checks.dtype(name, norm, (dtype,))
+                checks.contiguous(name, norm)
+        if (self.q_norm is None) != (self.k_norm is None):
+            raise ValueError("q_norm, k_norm: one of them is None; allowed is both or neither")
+        linears = {"o": (self.o.inputs, hidden), "gate_up": (hidden, 2 * inner), "down": (inner, hidden)}
+        for name, want in linears.items():
+            linear: LinearWeights = getattr(self, name)
+            if (linear.inputs, linear.outputs, linear.dtype) != (*want, dtype):
+                raise ValueError(
+                    f"{name}: {linear.inputs} to {linear.outputs} in {linear.dtype}; allowed is {want[0]} to {want[1]} "
+                    f"in {dtype}"
+                )
+        if self.head_dim % 2 or self.o.inputs % self.head_dim:
+            raise ValueError(
+                f"head_dim {self.head_dim}; allowed is an even one that divides o's {self.o.inputs} inputs"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window: {self.window}; allowed is at least 1, or None")
 
     @cached_property
     def native(self) -> LayerStruct | None:
@@ -62,11 +91,11 @@ class Step:
     positions: Tensor
     slots: Tensor
     plan: AttentionPlan
-    _checked: set[int] = field(default_factory=set, init=False, repr=False)
+    _checked: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, x in (("cos", self.cos), ("sin", self.sin)):
-            checks.shape(name, x, (None, None), "max_positions, D")
+            checks.shape(name, x, (len(self.cos), None), "max_positions, D")
             checks.dtype(name, x, (torch.float32,))
             checks.contiguous(name, x)
         for name, x in (("positions", self.positions), ("slots", self.slots)):
@@ -74,12 +103,14 @@ class Step:
             checks.dtype(name, x, (torch.int64,))
             checks.contiguous(name, x)
 
-    def check_places(self, num_blocks: int, block_size: int) -> None:
-        """That positions, slots and blocks are those of the tables and of such a cache. Looks once, however many layers
-        ask. Raises ValueError."""
-        if num_blocks * block_size not in self._checked:
+    def check_places(self, num_blocks: int, block_size: int, head_dim: int) -> None:
+        """That the tables are for such heads, and positions, slots and blocks those of the tables and of such a cache.
+        Looks once, however many layers ask. Raises ValueError."""
+        if (num_blocks * block_size, head_dim) not in self._checked:
+            checks.shape("cos", self.cos, (None, head_dim), "max_positions, D")
+            checks.shape("sin", self.sin, (None, head_dim), "max_positions, D")
             checks.places(self.positions, len(self.cos), self.slots, num_blocks * block_size)
-            self._checked.add(num_blocks * block_size)
+            self._checked.add((num_blocks * block_size, head_dim))
         self.plan.check_blocks(num_blocks, block_size)
 
     @cached_property
@@ -110,13 +141,14 @@ def decoder_layer(
     if (heads + 2 * kv_heads) * weights.head_dim != weights.qkv.outputs:
         allowed = (weights.qkv.outputs // weights.head_dim - heads) // 2
         raise ValueError(f"kv: {kv_heads} KV heads; allowed is {allowed}, those of the layer's projection")
-    step.check_places(len(kv), kv.shape[3])
+    checks.heads(heads, kv_heads)
+    step.check_places(len(kv), kv.shape[3], weights.head_dim)
     if weights.native is not None and weights.qkv.native is not None:
         weights.qkv.native[0].layer(x, residual, weights.native, step.native, kv, layout)
         return
     exact = weights.qkv.exact
     normed, grown = rms_norm(x, residual, weights.attention_norm, weights.eps)
-    states = linear(normed, weights.qkv).view(rows, -1, weights.head_dim)
+    states = linear(normed, weights.qkv).view(rows, heads + 2 * kv_heads, weights.head_dim)
     q, k, v = torch.split(states, [heads, kv_heads, kv_heads], dim=1)
     if weights.q_norm is not None and weights.k_norm is not None:
         q, k = _norm_heads(q, weights.q_norm, weights.eps), _norm_heads(k, weights.k_norm, weights.eps)

@@ -284,6 +284,55 @@ def test_serve_flags_reach_the_configuration(
     assert "model.dtype: got 'fp8'; allowed: one of bfloat16, float16, float32 or null" in capsys.readouterr().err
 
 
+COMPUTING = ("--kernels", "generic", "--quantization", "int8", "--threads", "3")
+
+
+@pytest.mark.parametrize("command", ["serve", "verify"])
+def test_flags_of_what_computes_reach_the_configuration(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bifolio.cluster import serve, verify
+
+    given = []
+    monkeypatch.setattr(serve, "serve", lambda config: given.append(config) or 0)
+    monkeypatch.setattr(verify, "verify", lambda config, long: given.append(config) or 0)
+    assert cli.main([command, *COMPUTING]) == 0
+    assert cli.main([command, *COMPUTING, "--dtype", "bfloat16", "--exact"]) == 0
+    for config in given:
+        assert (config.engine.kernels, config.engine.threads) == ("generic", 3)
+        assert config.model.quantization == "int8"
+    assert [(config.model.dtype, config.engine.exact) for config in given] == [("bfloat16", False), ("bfloat16", True)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "exact"),
+    [((), True), (("--dtype", "float32"), True), (("--dtype", "float16"), False), (("--quantization", "int8"), False)],
+)
+def test_verify_is_exact_where_float32_is_verified(
+    flags: tuple[str, ...], exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bifolio.cluster import verify
+
+    monkeypatch.setattr(verify, "verify", lambda config, long: int(config.engine.exact))
+    assert cli.main(["verify", *flags]) == exact
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--kernels", "sse"), "engine.kernels: got 'sse'; allowed: one of auto, avx512, avx2, generic, torch"),
+        (("--quantization", "int4"), "model.quantization: got 'int4'; allowed: "),
+        (("--threads", "0"), "engine.threads: got 0; allowed: a whole number, at least 1, at most 256"),
+        (("--exact", "--kernels", "torch", "--dtype", "bfloat16"), "engine.exact with engine.kernels torch"),
+    ],
+)
+def test_computing_that_cannot_be_is_one_line(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("serve", "verify"):
+        assert cli.main([command, *flags]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+
+
 def test_models_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("BIFOLIO_CACHE", str(tmp_path))
     assert cli.main(["models", "list"]) == 0

@@ -1,62 +1,67 @@
-"""A script for `test_native.py`: which native build this CPU takes, and a digest of float32 results of it. Needs the
-standard library alone, so that it runs in an emulator too.
+"""A script for `test_native.py`, also in an emulator: which native build this CPU takes, why not a better one, and a
+digest of its float32 results. Its numbers come from integers: torch draws other random ones on other CPUs.
 """
 
 from __future__ import annotations
 
-import array
-import ctypes
 import hashlib
-import random
-from pathlib import Path
 
-KERNELS = Path(__file__).parents[3] / "kernels"
+import torch
+from torch import Tensor
 
+from bifolio.kernels import (
+    LayerWeights,
+    Step,
+    decoder_layer,
+    library,
+    linear,
+    pack_linear,
+    paged_attention,
+    plan,
+    using,
+)
 
-def library() -> tuple[str, ctypes.CDLL]:
-    """As `library.best()` and `load()` do."""
-    question = ctypes.CDLL(str(KERNELS / "native_generic.so")).bifolio_best_isa
-    question.restype = ctypes.c_char_p
-    isa = question().decode()
-    return isa, ctypes.CDLL(str(KERNELS / f"native_{isa}.so"))
-
-
-class Linear(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "scale")),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-    )
+ROWS, HQ, HK, D, P, HIDDEN, INNER = 11, 6, 2, 40, 8, 72, 88
+LENS = [(1, 19), (9, 30), (1, 1)]  # (rows, keys)
 
 
-def main() -> None:
-    isa, lib = library()
-    draw = random.Random(1)
-    rows, inputs, outputs = 11, 333, 100
+def noise(*shape: int) -> Tensor:
+    return (torch.arange(torch.Size(shape).numel()) * 48_271 % 65_537 / 32_768 - 1).view(shape)
 
-    def noise(count: int) -> array.array[float]:
-        return array.array("f", (draw.gauss(0, 1) for _ in range(count)))
 
-    def pointer(values: array.array[float]) -> ctypes.c_void_p:
-        return ctypes.c_void_p(values.buffer_info()[0])
+def results() -> list[Tensor]:
+    counts = [-(-keys // P) for _, keys in LENS]
+    table, used = torch.zeros(len(LENS), max(counts), dtype=torch.int32), 0
+    for b, count in enumerate(counts):
+        table[b, :count], used = torch.arange(used, used + count), used + count
+    cu_q = torch.tensor([0] + [rows for rows, _ in LENS]).cumsum(0).to(torch.int32)
+    built = plan(cu_q, torch.tensor([keys for _, keys in LENS], dtype=torch.int32), table)
+    kv = noise(used, 2, HK, P, D)
+    found = [paged_attention(noise(ROWS, HQ, D), kv, built, window=w, layout="packed") for w in (None, 5)]
+    found.append(linear(noise(ROWS, 333), pack_linear(noise(100, 333), noise(100))))
 
-    size = ctypes.c_int64
-    weight, x, y = noise(inputs * outputs), noise(rows * inputs), array.array("f", bytes(4 * rows * outputs))
-    lib.bifolio_packed_bytes.restype = size
-    packed = ctypes.create_string_buffer(lib.bifolio_packed_bytes(size(inputs), size(outputs), 0))
-    lib.bifolio_pack(pointer(weight), size(inputs), size(outputs), 0, packed)
-    linear = Linear(ctypes.addressof(packed), None, None, inputs, outputs, 0)
-    lib.bifolio_linear(ctypes.byref(linear), 0, 0, pointer(x), size(inputs), pointer(y), size(outputs), size(rows), 1)
-    normed = array.array("f", bytes(4 * rows * inputs))
-    lib.bifolio_rms_norm(
-        0, pointer(x), None, pointer(weight), ctypes.c_float(1e-5), size(rows), size(inputs), pointer(normed), 1
-    )
-    activated = array.array("f", bytes(4 * rows * 150))
-    lib.bifolio_silu_mul(0, pointer(weight), size(rows), size(150), pointer(activated), 1)
-    digest = hashlib.sha256(y.tobytes() + normed.tobytes() + activated.tobytes()).hexdigest()
-    print(isa, digest)
+    def packed(outputs: int, inputs: int) -> object:
+        return pack_linear(noise(outputs, inputs), noise(outputs), quantization="int8" if inputs == INNER else None)
+
+    weights = LayerWeights(
+        noise(HIDDEN), packed((HQ + 2 * HK) * D, HIDDEN), noise(D), noise(D), packed(HIDDEN, HQ * D), noise(HIDDEN),
+        packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER), D, 1e-5,
+    )  # type: ignore[arg-type]  # fmt: skip
+    positions = torch.cat([torch.arange(keys - rows, keys) for rows, keys in LENS])
+    at = torch.cat([table[b, torch.arange(keys - rows, keys) // P] for b, (rows, keys) in enumerate(LENS)])
+    step = Step(noise(64, D), noise(64, D).flip(0), positions, at * P + positions % P, built)
+    x, residual = noise(ROWS, HIDDEN), noise(ROWS, HIDDEN).flip(0)
+    decoder_layer(x, residual, weights, step, kv, layout="packed")
+    return [*found, x, residual, kv]
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    with using("auto") as isa:
+        digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in results()))
+    print(isa, digest.hexdigest())
+    for better in library.ISAS[: library.ISAS.index(isa)]:
+        try:
+            library.load(better)
+        except ValueError as refusal:
+            print(refusal)

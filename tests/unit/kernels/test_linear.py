@@ -44,6 +44,19 @@ def test_rows_may_lie_at_any_stride_and_results_may_be_float32() -> None:
     check(wide[:, 40:120], noise(50, 80, dtype=torch.bfloat16), out_dtype=torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("inputs", [1, 33, 4099])  # they end within a word
+def test_what_stands_behind_a_row_in_memory_is_not_used(inputs: int, int8: bool, dtype: torch.dtype) -> None:
+    wide, weight = torch.full((9, inputs + 20), torch.nan, dtype=dtype), noise(50, inputs, dtype=dtype)
+    x = noise(9, inputs, dtype=dtype)
+    wide[:, 3 : 3 + inputs] = x
+    for backend in BACKENDS:
+        with using(backend):
+            weights = pack_linear(weight, quantization="int8" if int8 else None)
+            assert torch.equal(linear(wide[:, 3 : 3 + inputs], weights), linear(x, weights)), backend
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_int8_is_near_what_it_stands_for(backend: Backend) -> None:
     x, weight = noise(33, 576, dtype=torch.bfloat16), noise(100, 576, dtype=torch.bfloat16)

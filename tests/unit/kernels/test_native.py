@@ -17,7 +17,7 @@ from test_layer import KINDS
 from test_layer import Case as LayerCase
 from torch import Tensor
 
-from bifolio.kernels import Backend, Layout, pack_linear, rms_norm, self_check, silu_mul, using
+from bifolio.kernels import Backend, Layout, library, pack_linear, rms_norm, self_check, silu_mul, using
 
 SCRIPT = Path(__file__).with_name("native_probe.py")
 
@@ -57,6 +57,22 @@ def test_the_self_check_passes_and_names_the_bits(backend: Backend, dtype: torch
         assert len(set(names.values())) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", NATIVE)
+def test_the_number_of_threads_changes_no_bits(backend: Backend, dtype: torch.dtype) -> None:
+    """Of few sequences heads are shared out between threads, of many whole sequences."""
+    few, many = [(1, 200), (30, 300)], [(1, 19 * i) for i in range(1, 9)]
+    cases = [Case(lens, hq=14, hk=2, d=72, p=24, dtype=dtype) for lens in (few, many)]
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results = [part for kind in KINDS for part in LayerCase(dtype=dtype, **kind).run(backend)]
+        with using(backend):
+            found.append(results + [case.run(layout) for case in cases for layout in case.layouts])
+    for other in found[1:]:
+        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(other, found[0], strict=True))
+
+
 @given(
     lens=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 300)), min_size=1, max_size=4),
     heads=st.sampled_from([(9, 3), (14, 2), (7, 1), (4, 4), (24, 2), (13, 1)]),
@@ -65,8 +81,9 @@ def test_the_self_check_passes_and_names_the_bits(backend: Backend, dtype: torch
     window=st.none() | st.integers(1, 90),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     layout=st.sampled_from(["plain", "packed"]),
+    backend=st.sampled_from(NATIVE),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_query_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(
     lens: list[tuple[int, int]],
     heads: tuple[int, int],
@@ -75,9 +92,10 @@ def test_a_query_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(
     window: int | None,
     dtype: torch.dtype,
     layout: Layout,
+    backend: Backend,
 ) -> None:
     case = Case([(rows, before + rows) for rows, before in lens], *heads, d, p, dtype)
-    with using(NATIVE[0]):
+    with using(backend):
         whole = case.run(layout, window=window)
         row = 0
         for b, (rows, keys) in enumerate(case.lens):
@@ -92,8 +110,9 @@ def test_a_query_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(
 @pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
 @pytest.mark.parametrize(("cpu", "isa"), [("Haswell", "avx2"), ("Nehalem", "generic")])
 def test_the_same_libraries_run_on_an_older_cpu_with_the_same_float32_bits(cpu: str, isa: str) -> None:
-    """Without torch, which would take minutes there."""
-    here = subprocess.check_output([sys.executable, "-S", str(SCRIPT)], text=True)
-    emulated = ["qemu-x86_64", "-cpu", cpu, sys.executable, "-S", str(SCRIPT)]
-    there = subprocess.check_output(emulated, text=True, stderr=subprocess.DEVNULL)
-    assert there.split() == [isa, here.split()[1]]
+    here = subprocess.check_output([sys.executable, "-P", str(SCRIPT)], text=True).split()
+    emulated = ["qemu-x86_64", "-cpu", cpu, sys.executable, "-P", str(SCRIPT)]
+    there, *refusals = subprocess.check_output(emulated, text=True, stderr=subprocess.DEVNULL).splitlines()
+    assert there.split() == [isa, here[1]]
+    assert len(refusals) == library.ISAS.index(isa)
+    assert all("which this CPU does not have" in refusal for refusal in refusals)

@@ -1,9 +1,9 @@
 """A script for `test_families.py`: logits in exact arithmetic, the same bits for any shape, family and cut.
 
 MKL_CBWR must be set before torch is loaded, so it runs in a process of its own. The arguments are how many models to
-try, besides those written down, and the threads.
-Matrices have 24 rows at least: with fewer, and two threads, MKL's order of sums depends on the batch, as `self_check`
-says at a replica's start.
+try, besides those written down, the threads, the backend, the dtype and perhaps "int8".
+In torch matrices have 24 rows at least: with fewer, and two threads, MKL's order of sums depends on the batch, as
+`self_check` says at a replica's start. The native kernels take any.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from families import logits_in_steps, random_model, tokens
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from bifolio.kernels import use
 from bifolio.replicas.llama import LlamaConfig
 from bifolio.replicas.rope_scaling import Divided, Linear, Llama3, RopeScaling, Yarn
 
-LENGTH = 75  # more than a tile of keys
+MODELS, THREADS, BACKEND, DTYPE, *QUANTIZATION = sys.argv[1:]
+LEAST = 24 if BACKEND == "torch" else 1  # rows of a matrix
+LENGTH = 75  # more than a tile of keys in torch
 SCALINGS: list[RopeScaling | None] = [None, Linear(2.0), Llama3(8.0, 1.0, 4.0, 32), Yarn(4.0, 32, 1.1)]
 
 
@@ -30,9 +33,9 @@ def configs(draw: st.DrawFn) -> LlamaConfig:
     divided = Divided(tuple(1.0 + i for i in range(head_dim // 2)))
     window = st.none() | st.integers(1, 90)
     return LlamaConfig(
-        vocab_size=draw(st.integers(24, 300)),
-        hidden=draw(st.integers(24, 200)),
-        intermediate=draw(st.integers(12, 300)),
+        vocab_size=draw(st.integers(max(2, LEAST), 300)),
+        hidden=draw(st.integers(LEAST, 200)),
+        intermediate=draw(st.integers((LEAST + 1) // 2, 300)),
         layers=layers,
         heads=kv_heads * draw(st.integers(1, 9)),
         kv_heads=kv_heads,
@@ -67,10 +70,10 @@ def shape(heads: int, kv_heads: int, head_dim: int, vocab_size: int, **features:
 @example(shape(7, 1, 80, 99, qk_norm=True, rope_scaling=SCALINGS[3]), [1, 48])  # Qwen3
 @example(shape(4, 4, 128, 250, windows=(24, 24)), [32, 64])  # Mistral
 @example(shape(6, 2, 32, 77, unrotated=(1,), rope_scaling=SCALINGS[2]), [8, 33])  # SmolLM3
-@settings(max_examples=int(sys.argv[1]), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=int(MODELS), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(configs(), st.lists(st.integers(1, LENGTH - 1), min_size=2, max_size=2, unique=True))
 def check(config: LlamaConfig, sizes: list[int]) -> None:
-    model = random_model(config, seed=sum(sizes))
+    model = random_model(config, sum(sizes), getattr(torch, DTYPE), *QUANTIZATION)  # type: ignore[arg-type]
     sequences = tokens(LENGTH, 41, 9, vocabulary=config.vocab_size)
     whole = logits_in_steps(model, sequences[:1], [[(0, LENGTH)]])[0]
     company = [[(1, 40), (0, sizes[0])], [(2, 9), (0, LENGTH - sizes[0]), (1, 1)]]
@@ -80,6 +83,7 @@ def check(config: LlamaConfig, sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[2]))
+    torch.set_num_threads(int(THREADS))
+    chosen = use(BACKEND)  # type: ignore[arg-type]
     check()
-    print(f"{sys.argv[1]} models with torch.get_num_threads() = {torch.get_num_threads()}: equal to the bit")
+    print(f"{MODELS} models, {chosen}, torch.get_num_threads() = {torch.get_num_threads()}: equal to the bit")

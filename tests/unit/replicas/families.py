@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bifolio.kernels import kv_layout
+from bifolio.kernels import Quantization, kv_layout
 from bifolio.replicas.batch import Row, build_batch
 from bifolio.replicas.kv_cache import KvCache
 from bifolio.replicas.llama import Llama, LlamaConfig
@@ -95,13 +95,16 @@ def reference(name: str) -> Any:
     return model
 
 
-def random_model(config: LlamaConfig, seed: int, exact: bool = True) -> Llama:
+def random_model(
+    config: LlamaConfig, seed: int, dtype: torch.dtype = torch.float32, quantization: Quantization | None = None
+) -> Llama:
+    """An exact one."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
-        name: torch.randn(shape, generator=generator) * 0.2 + ("norm" in name)
+        name: (torch.randn(shape, generator=generator) * 0.2 + ("norm" in name)).to(dtype)
         for name, shape in config.tensors().items()
     }
-    return Llama(config, weights, exact=exact)
+    return Llama(config, weights, quantization=quantization, exact=True)
 
 
 def tokens(*lengths: int, vocabulary: int = VOCAB) -> list[list[int]]:

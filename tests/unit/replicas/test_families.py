@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from backends import NATIVE
 from families import FAMILIES, logits_in_steps, reference, tokens, write_gguf
 from torch import Tensor
 
 from bifolio.cluster.app import replica_environment
 from bifolio.cluster.config import ClusterConfig
+from bifolio.kernels import Backend, using
 from bifolio.replicas.llama import Llama
 from bifolio.replicas.model_files import model_config
 from bifolio.replicas.rope_frequencies import rope_frequencies
@@ -65,10 +67,13 @@ def theirs(model: Any, sequence: list[int]) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize("backend", [NATIVE[0], "torch"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_at_every_position_are_those_of_transformers(made: Any, name: str) -> None:
+def test_logits_at_every_position_are_those_of_transformers(made: Any, name: str, backend: Backend) -> None:
     path, model = made(name)
-    for got, sequence in zip(ours(path), SEQUENCES, strict=True):
+    with using(backend):
+        logits = ours(path)
+    for got, sequence in zip(logits, SEQUENCES, strict=True):
         torch.testing.assert_close(got, theirs(model, sequence), rtol=0, atol=1e-4)
 
 
@@ -136,13 +141,22 @@ def test_weights_load_and_compute_in_each_dtype(made: Any, name: str, dtype: tor
     assert (got - want).norm() / want.norm() < {torch.bfloat16: 0.1, torch.float16: 0.01, torch.float32: 1e-5}[dtype]
 
 
-@pytest.mark.parametrize(("models", "threads"), [("12", 1), ("2", 2)])
-def test_exact_logits_have_the_same_bits_however_they_are_computed(models: str, threads: int) -> None:
+@pytest.mark.parametrize(("models", "threads", "backend", "options"), [
+    ("12", 1, NATIVE[0], ("float32",)),
+    ("2", 2, NATIVE[0], ("bfloat16",)),
+    ("12", 1, NATIVE[0], ("bfloat16", "int8")),
+    ("2", 1, NATIVE[-1], ("bfloat16",)),
+    ("4", 1, "torch", ("float32",)),
+    ("1", 2, "torch", ("float32",)),
+])  # fmt: skip
+def test_exact_logits_have_the_same_bits_however_they_are_computed(
+    models: str, threads: int, backend: str, options: tuple[str, ...]
+) -> None:
     """In a process of its own, because MKL reads its environment when torch is loaded."""
     config = ClusterConfig.model_validate({"engine": {"exact": True, "threads": threads}})
-    script = [sys.executable, str(Path(__file__).with_name("exact_families.py")), models, str(threads)]
+    script = [sys.executable, str(Path(__file__).with_name("exact_families.py")), models, str(threads), backend]
     # threads that spin would starve each other beside other tests
     environment = os.environ | replica_environment(config) | {"OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*script, *options], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{models} models with torch.get_num_threads() = {threads}: equal to the bit\n"
+    assert done.stdout == f"{models} models, {backend}, torch.get_num_threads() = {threads}: equal to the bit\n"

@@ -21,7 +21,7 @@ import torch
 
 sys.path.append(os.path.dirname(__file__))
 import measure
-from native_calls import chosen
+from native_calls import begin
 
 from bifolio.cluster.models import resolve
 from bifolio.kernels import kv_layout, using
@@ -45,12 +45,7 @@ def main() -> int:
     parser = measure.arguments(__doc__, repeats=7)
     parser.add_argument("--model", default="smollm2-135m")
     args = parser.parse_args()
-    measure.become_a_replica(args.threads, exact=True)
-    torch.set_num_threads(args.threads)
-    try:
-        native = chosen(args.kernels)
-    except ValueError as error:
-        parser.error(str(error))
+    native = begin(parser, args, exact=True)
     facts, source = measure.machine(native.isa), resolve(args.model)
     runners = {way: make_runner(source, way) for way in WAYS}
     table = measure.table(f"exact steps, {args.model}", ("what", "computed by"), ("ms", "ratio"))

@@ -42,7 +42,7 @@ import measure
 import onednn
 from attention import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, LAYERS, Caches, decode, plan_of, prefill
 from measure import PUBLIC, Case, Way
-from native_calls import Tape, chosen
+from native_calls import Tape, begin
 
 from bifolio.kernels import (
     LayerWeights,
@@ -75,13 +75,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of all but the linears")
     parser.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
     args = parser.parse_args()
-    measure.become_a_replica(args.threads)
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    try:
-        native = chosen(args.kernels)
-    except ValueError as error:
-        parser.error(str(error))
+    native = begin(parser, args)
     facts, cases = measure.machine(native.isa), []
     with torch.inference_mode():
         for case in cases_of(args.only or PARTS, native, getattr(torch, args.dtype), args.repeats):

@@ -6,23 +6,32 @@ Both put themselves in the way of `Native._call`, through which every call goes.
 from __future__ import annotations
 
 import time
+from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import measure
 import torch
 
-from bifolio.kernels import Backend, use
+from bifolio.kernels import use
 from bifolio.kernels.backend import native_for
 from bifolio.kernels.bindings import Native
 
 
-def chosen(backend: Backend) -> Native:
-    """The native kernels, chosen for this process. Raises ValueError where torch would compute."""
-    if use(backend) == "torch" or (native := native_for(torch.empty(0))) is None:
-        raise ValueError("there are no native kernels to measure; make native builds them")
+def begin(parser: ArgumentParser, args: Namespace, *, exact: bool = False) -> Native:
+    """As a replica that has `args.threads` and the native kernels of `args.kernels`. Ends the script where there are
+    none."""
+    measure.become_a_replica(args.threads, exact=exact)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    try:
+        if use(args.kernels) == "torch" or (native := native_for(torch.empty(0))) is None:
+            raise ValueError("there are no native kernels to measure; make native builds them")
+    except ValueError as error:
+        parser.error(str(error))
     return native
 
 

@@ -54,7 +54,7 @@ sys.path.append(os.path.dirname(__file__))
 import measure
 import onednn
 from measure import Seconds, Way
-from native_calls import Tape, chosen, timed
+from native_calls import Tape, begin, timed
 
 from bifolio.cluster.models import resolve
 from bifolio.kernels import kv_layout, linear, paged_attention, rms_norm, rope_and_write, silu_mul
@@ -86,13 +86,7 @@ def main() -> int:
         "--dtype", action="append", choices=tuple(DTYPES), help="may be given several times; default: bfloat16, int8"
     )
     args = parser.parse_args()
-    measure.become_a_replica(args.threads)
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    try:
-        native = chosen(args.kernels)
-    except ValueError as error:
-        parser.error(str(error))
+    native = begin(parser, args)
     facts, source = measure.machine(native.isa), resolve(args.model)
     batches, dtypes = args.batch or [1, 8, 32], args.dtype or ["bfloat16", "int8"]
     models = {dtype: Model.load(source, dtype) for dtype in dtypes}

@@ -126,7 +126,7 @@ class Native:
             function = getattr(loaded, f"bifolio_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, f"_{name}", function)
-        self._call("set_parallel", library.parallel()[0])
+        self._call("set_parallel", library.parallel())
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return getattr(self, f"_{name}")(*arguments)

@@ -49,17 +49,16 @@ def load(isa: str) -> ctypes.CDLL:
     return _open(isa)
 
 
-def parallel() -> tuple[int | None, int | None]:
-    """The addresses of GOMP_parallel and omp_get_thread_num in torch's own OpenMP runtime, so that one pool of threads
-    and one limit serve both. None for what it lacks: kernels that miss one run on the caller's thread alone."""
+def parallel() -> int | None:
+    """The address of GOMP_parallel in torch's own OpenMP runtime, so that one pool of threads and one limit serve both.
+    None where it is not: the kernels run on the caller's thread alone."""
     try:
         runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
-        return None, None
+        return None
     # A symbol is looked up in the library and in those it needs, libgomp among them
-    found = [getattr(runtime, name, None) for name in ("GOMP_parallel", "omp_get_thread_num")]
-    region, thread = (ctypes.cast(f, ctypes.c_void_p).value if f else None for f in found)
-    return region, thread
+    region = getattr(runtime, "GOMP_parallel", None)
+    return ctypes.cast(region, ctypes.c_void_p).value if region else None
 
 
 def _of_this_cpu() -> tuple[str, ...]:

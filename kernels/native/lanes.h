@@ -294,10 +294,4 @@ static inline Floats exp2(const Floats &x) {
   return p;
 }
 
-static inline float exp2(float x) {
-  float v[kLanes];
-  spread(exp2(all(x)), v);
-  return v[0];
-}
-
 }  // namespace bifolio

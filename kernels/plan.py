@@ -5,14 +5,18 @@ Knows lengths and block numbers; knows nothing of heads, dtypes or the cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import checks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class AttentionPlan:
     block_table: Tensor
     starts: tuple[int, ...]  # cu_q on the host
     lengths: tuple[int, ...]  # seq_lens on the host
+    host_table: Tensor | None  # block_table on the host, if it was there
+    batch_invariant: bool
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
     _checked: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)
 
     @property
@@ -55,11 +62,18 @@ class AttentionPlan:
             for (begin, end), keys, blocks in zip(pairwise(self.starts), self.lengths, table, strict=True)
         )
 
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives: made for the first layer that asks by this key, and kept for those after it."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
     def check_blocks(self, num_blocks: int, block_size: int) -> None:
         """That every position lies in a block of such a cache. Looks once, however many layers ask.
 
-        Raises ValueError for too few blocks and, on CPUs, for numbers past the cache's ends: elsewhere they
-        are not looked at, a look would make the device wait.
+        Raises ValueError for too few blocks and for numbers past the cache's ends; not for those of a table that was
+        made on a device: a look would make it wait.
         """
         if (num_blocks, block_size) in self._checked:
             return
@@ -68,25 +82,36 @@ class AttentionPlan:
             raise ValueError(
                 f"block_table: {columns} blocks of {block_size} positions a sequence; one has {longest} positions"
             )
-        if self.block_table.device.type == "cpu" and self.block_table.numel():
-            low, high = map(int, self.block_table.aminmax())
+        if self.host_table is not None and self.host_table.numel():
+            low, high = map(int, self.host_table.aminmax())
             if low < 0 or high >= num_blocks:  # perhaps in the padding alone, which may hold anything
-                self._check_used(num_blocks, block_size)
+                self._check_used(self.host_table, num_blocks, block_size)
         self._checked.add((num_blocks, block_size))
 
-    def _check_used(self, num_blocks: int, block_size: int) -> None:
-        for b, (line, keys) in enumerate(zip(self.block_table.tolist(), self.lengths, strict=True)):
+    def _check_used(self, table: Tensor, num_blocks: int, block_size: int) -> None:
+        for b, (line, keys) in enumerate(zip(table.tolist(), self.lengths, strict=True)):
             for block in line[: -(-keys // block_size)]:
                 if not 0 <= block < num_blocks:
                     raise ValueError(f"block_table: block {block} in sequence {b}; allowed is 0 to {num_blocks - 1}")
 
 
-def plan(cu_q: Tensor, seq_lens: Tensor, block_table: Tensor) -> AttentionPlan:
+def plan(
+    cu_q: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    device: torch.device | None = None,
+    batch_invariant: bool = False,
+) -> AttentionPlan:
     """Plan the attention of one step over B sequences.
 
     cu_q         int32 [B + 1]  sequence b owns rows cu_q[b] .. cu_q[b + 1] - 1; starts at 0, never falls
     seq_lens     int32 [B]      keys of sequence b, the rows of this step included
     block_table  int32 [B, max_blocks]  the block of position p is block_table[b, p // block_size]
+    device       where attention is computed; None is where the tensors are. Tensors of the host are copied there, and
+                 nothing waits for the device; those of a device are read back
+    batch_invariant  a sequence has the same bits alone and in any batch on GPUs too, where that costs some of the speed
+                 of few long sequences; on CPUs it always has
 
     All contiguous, on one device. Reads the lengths on the host. Raises ValueError for a wrong shape, dtype or
     layout, a cu_q that falls and a negative length; `AttentionPlan.check_blocks` looks at the blocks.
@@ -104,4 +129,7 @@ def plan(cu_q: Tensor, seq_lens: Tensor, block_table: Tensor) -> AttentionPlan:
         raise ValueError(f"cu_q: {list(starts)}; allowed are row numbers that start at 0 and never fall")
     if min(lengths, default=0) < 0:
         raise ValueError(f"seq_lens: {list(lengths)}; allowed is 0 or more")
-    return AttentionPlan(cu_q, seq_lens, block_table, starts, lengths)
+    host_table = block_table if block_table.device.type == "cpu" else None
+    if device is not None and device != block_table.device:
+        cu_q, seq_lens, block_table = (x.to(device, non_blocking=True) for x in (cu_q, seq_lens, block_table))
+    return AttentionPlan(cu_q, seq_lens, block_table, starts, lengths, host_table, batch_invariant)

@@ -1,0 +1,392 @@
+"""Paged attention in Triton: one kernel for prompt chunks and single tokens, and one that merges what it left in parts.
+
+The query heads of one KV head are rows of one tile: K and V are read once for all of them, whatever their number G.
+
+    rows of a tile, G = 3   | token 0: head 0, 1, 2 | token 1: head 0, 1, 2 | ... | unused |
+    keys of an item         | masked | no mask: every row sees every key | masked |
+                            ^ first key          (the window's edge, the diagonal, the end)   end key ^
+
+Softmax is online (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022), in float32 and in base 2: scale *
+log2(e) is multiplied once, and exp2 is what the hardware has. Which items there are is `schedule.py`'s business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .layout import Layout
+from .plan import AttentionPlan
+from .schedule import ITEM, MERGE, schedule
+from .tiles import PHASES, Tiles, tiles
+from .triton_runtime import architecture, processors
+
+LOG2_E = 1.4426950408889634
+PARTS_AT_ONCE = 16
+ITEM_FIELDS = tl.constexpr(len(ITEM))
+MERGE_FIELDS = tl.constexpr(len(MERGE))
+
+
+@triton.jit
+def _scores(q, k, scale, SOFTCAP: tl.constexpr):
+    """q k^T in base 2: [rows, keys]."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP > 0:
+        # tanh(x) = 2 sigmoid(2x) - 1, which overflows nowhere; scale holds log2(e) already
+        x = s * (scale * (0.6931471805599453 / SOFTCAP))
+        s = (2.0 * tl.sigmoid(2.0 * x) - 1.0) * (SOFTCAP * 1.4426950408889634)
+    else:
+        s = s * scale
+    return s
+
+
+@triton.jit
+def _absorb(s, v, top, total, mixed, MASKED: tl.constexpr):
+    """One step of the online softmax: scores s [rows, keys] and their V join the maximum, the sum and the output."""
+    grown = tl.maximum(top, tl.max(s, 1))
+    base = grown
+    if MASKED:  # a row that has seen nothing: exp2(-inf - 0) = 0, where -inf - -inf would be NaN
+        base = tl.where(grown == float("-inf"), 0.0, grown)
+    weights = tl.math.exp2(s - base[:, None])
+    shrink = tl.math.exp2(top - base)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+    return grown, total * shrink + tl.sum(weights, 1), mixed
+
+
+@triton.jit
+def _blocks_at(table, key, keys, end, BLOCK: tl.constexpr, KEYS: tl.constexpr):
+    """The block numbers of keys key .. key + KEYS - 1: one where they lie in one block, else one for each key."""
+    if BLOCK % KEYS == 0:
+        block = tl.load(table + key // BLOCK, mask=key < end, other=0)
+    else:
+        block = tl.load(table + (key + keys) // BLOCK, mask=key + keys < end, other=0)
+    return block
+
+
+@triton.jit
+def _attend(
+    q,
+    kv,
+    out,
+    lse,
+    parts,
+    part_lse,
+    sinks,
+    cu_q,
+    seq_lens,
+    block_table,
+    items,
+    scale,
+    v_scale,
+    q_row,
+    q_head,
+    out_row,
+    out_head,
+    kv_block,
+    kv_half,
+    kv_head,
+    table_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    FLOAT8: tl.constexpr,
+):
+    """One item of one KV head. Grid: (items, KV heads)."""
+    item = items + tl.program_id(0) * ITEM_FIELDS
+    group = tl.program_id(1)
+    sequence = tl.load(item)
+    if sequence < 0:
+        return
+    first_row = tl.load(item + 1)
+    first_key = tl.load(item + 2)
+    end_key = tl.load(item + 3)
+    part = tl.load(item + 4)
+    start = tl.load(cu_q + sequence)
+    rows = tl.load(cu_q + sequence + 1) - start
+    HELD: tl.constexpr = ROWS // GROUP
+
+    # int64 before it is multiplied: a cache passes 2^31 elements
+    position = tl.load(seq_lens + sequence) - rows + first_row  # of the tile's first row
+    r, keys, d = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, D_PADDED)
+    row = first_row + r // GROUP
+    head = group * GROUP + r % GROUP
+    live = (r < HELD * GROUP) & (row < rows)
+    token = (start + row).to(tl.int64)
+    in_head = d < D
+    query = tl.load(
+        q + token[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None] & in_head[None, :], other=0.0
+    )
+    k_head = kv + group.to(tl.int64) * kv_head
+    v_head = k_head + kv_half
+    table = block_table + sequence.to(tl.int64) * table_row
+    at_row = position + r // GROUP
+
+    # keys clear .. clear_end - 1, in whole tiles, are seen by every row
+    clear, clear_end = first_key, end_key
+    seen_from = 0
+    if WINDOW > 0:
+        seen_from = position - WINDOW + 1  # by the first row; the last row sees less
+        clear = tl.cdiv(tl.maximum(seen_from + HELD - 1, 0), KEYS) * KEYS
+        clear = tl.minimum(tl.maximum(clear, first_key), tl.cdiv(end_key - first_key, KEYS) * KEYS + first_key)
+    if CAUSAL:
+        clear_end = tl.minimum(position + 1, end_key)
+    clear_end = clear + tl.maximum(clear_end - clear, 0) // KEYS * KEYS
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, D_PADDED], tl.float32)
+    # The next tile's blocks are loaded one tile ahead: so the compiler can keep several K and V on their way
+    block = _blocks_at(table, clear, keys, clear_end, BLOCK, KEYS)
+    for key in tl.range(clear, clear_end, KEYS, num_stages=STAGES):
+        if BLOCK % KEYS == 0:
+            at = block.to(tl.int64) * kv_block + (key % BLOCK + keys) * D
+        else:
+            at = block.to(tl.int64) * kv_block + (key + keys) % BLOCK * D
+        if D == D_PADDED:
+            k = tl.load(k_head + at[:, None] + d[None, :])
+            v = tl.load(v_head + at[:, None] + d[None, :])
+        else:
+            k = tl.load(k_head + at[:, None] + d[None, :], mask=in_head[None, :], other=0.0)
+            v = tl.load(v_head + at[:, None] + d[None, :], mask=in_head[None, :], other=0.0)
+        block = _blocks_at(table, key + KEYS, keys, clear_end, BLOCK, KEYS)
+        s = _scores(query, k.to(query.dtype), scale, SOFTCAP)
+        top, total, mixed = _absorb(s, v.to(query.dtype), top, total, mixed, False)
+
+    # the tiles before and after, where each row sees what it may; what none sees is not even loaded: 0 * NaN is NaN
+    before = clear - first_key
+    for i in tl.range(0, before + tl.maximum(end_key - clear_end, 0), KEYS):
+        key = tl.where(i < before, first_key + i, clear_end + i - before) + keys
+        there = (key < end_key) & (key >= seen_from)
+        block = tl.load(table + key // BLOCK, mask=there, other=0).to(tl.int64)
+        at = block * kv_block + key % BLOCK * D
+        mask = there[:, None] & in_head[None, :]
+        k = tl.load(k_head + at[:, None] + d[None, :], mask=mask, other=0.0)
+        v = tl.load(v_head + at[:, None] + d[None, :], mask=mask, other=0.0)
+        seen = there[None, :]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= at_row[:, None])
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > at_row[:, None] - WINDOW)
+        s = tl.where(seen, _scores(query, k.to(query.dtype), scale, SOFTCAP), float("-inf"))
+        top, total, mixed = _absorb(s, v.to(query.dtype), top, total, mixed, True)
+
+    if FLOAT8:
+        mixed = mixed * v_scale
+    mask = live[:, None] & in_head[None, :]
+    if part >= 0:
+        place = (part + r // GROUP).to(tl.int64) * HEADS + head
+        tl.store(parts + place[:, None] * D + d[None, :], mixed / _or_one(total)[:, None], mask=mask)
+        tl.store(part_lse + place, top + tl.math.log2(_or_one(total)), mask=live)
+    else:
+        if SINKS:
+            sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+            top, total, shrink = _join(top, total, sink, 1.0)
+            mixed = mixed * shrink[:, None]
+        place = token[:, None] * out_row + head[:, None] * out_head + d[None, :]
+        tl.store(out + place, mixed / _or_one(total)[:, None], mask=mask)
+        if LSE:
+            natural = (top + tl.math.log2(_or_one(total))) * 0.6931471805599453
+            tl.store(lse + token * HEADS + head, natural, mask=live)
+
+
+@triton.jit
+def _or_one(total):
+    """A denominator. That of a row which saw nothing is 0, and its output, 0 / 1, as well."""
+    return tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def _join(top, total, score, weight):
+    """A maximum and a sum take in one more score; what was mixed so far is to shrink by the third."""
+    grown = tl.maximum(top, score)
+    base = tl.where(grown == float("-inf"), 0.0, grown)
+    shrink = tl.math.exp2(top - base)
+    return grown, total * shrink + weight * tl.math.exp2(score - base), shrink
+
+
+@triton.jit
+def _combine(
+    out,
+    lse,
+    parts,
+    part_lse,
+    sinks,
+    merges,
+    out_row,
+    out_head,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """One head of one row that was computed in parts: their outputs, weighted by their denominators. Grid: (rows, heads).
+
+    With (O_i, lse_i) of disjoint keys, O = sum w_i O_i / sum w_i with w_i = 2^(lse_i - max lse): the online softmax
+    again, by parts instead of keys.
+    """
+    merge = merges + tl.program_id(0) * MERGE_FIELDS
+    head = tl.program_id(1)
+    token = tl.load(merge).to(tl.int64)
+    if token < 0:
+        return
+    first = tl.load(merge + 1)
+    step = tl.load(merge + 2)
+    count = tl.load(merge + 3)
+    i, d = tl.arange(0, PARTS), tl.arange(0, D_PADDED)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([D_PADDED], tl.float32)
+    for begin in range(0, count, PARTS):
+        there = begin + i < count
+        place = (first + (begin + i) * step).to(tl.int64) * HEADS + head
+        found = tl.load(part_lse + place, mask=there, other=float("-inf"))
+        grown = tl.maximum(top, tl.max(found, 0))
+        base = tl.where(grown == float("-inf"), 0.0, grown)
+        weights = tl.math.exp2(found - base)
+        shrink = tl.math.exp2(top - base)
+        part = tl.load(
+            parts + place[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
+        )
+        mixed = mixed * shrink + tl.sum(part * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = grown
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        top, total, shrink = _join(top, total, sink, 1.0)
+        mixed = mixed * shrink
+    tl.store(out + token * out_row + head * out_head + d, mixed / _or_one(total), mask=d < D)
+    if LSE:
+        natural = (top + tl.math.log2(_or_one(total))) * 0.6931471805599453
+        tl.store(lse + token * HEADS + head + tl.arange(0, 1), natural)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A `Schedule` on the device, with room for its partial results: of one step, for all layers of one shape."""
+
+    launches: tuple[tuple[Tiles, Tensor], ...]
+    merges: Tensor
+    parts: Tensor  # float32 [part_rows, HQ, D]
+    part_lse: Tensor  # float32 [part_rows, HQ], in base 2
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    k_scale: float,
+    v_scale: float,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    layout: Layout,
+) -> None:
+    """Fill `out` (and `lse`). The contract stands at `ops.paged_attention`, which has checked everything else.
+
+    Raises ValueError for a packed cache: that layout is the CPU's.
+    """
+    if layout != "plain":
+        raise ValueError(f"layout: {layout} with the triton kernels; allowed is plain")
+    heads, head_dim = q.shape[1:]
+    kv_heads, block_size = kv.shape[2:4]
+    work = plan.once(
+        ("triton", heads, kv_heads, head_dim, q.dtype, causal, window),
+        lambda: _work(q, kv_heads, plan, causal, window),
+    )
+    into = out if out.stride(-1) == 1 else torch.empty_like(q)
+    log_sums = None if lse is None else lse if lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
+    common = {
+        "HEADS": heads,
+        "D": head_dim,
+        "D_PADDED": triton.next_power_of_2(head_dim),
+        "SINKS": sinks is not None,
+        "LSE": lse is not None,
+    }
+    results = (into, into if log_sums is None else log_sums, work.parts, work.part_lse, q if sinks is None else sinks)
+    for shape, items in work.launches:
+        _attend[(len(items), kv_heads)](
+            q,
+            kv,
+            *results,
+            plan.cu_q,
+            plan.seq_lens,
+            plan.block_table,
+            items,
+            scale * k_scale * LOG2_E,
+            v_scale,
+            *q.stride()[:2],
+            *into.stride()[:2],
+            *kv.stride()[:3],
+            plan.block_table.stride(0),
+            GROUP=heads // kv_heads,
+            BLOCK=block_size,
+            ROWS=shape.rows,
+            KEYS=shape.keys,
+            STAGES=shape.stages,
+            CAUSAL=causal,
+            WINDOW=window or 0,
+            SOFTCAP=softcap or 0.0,
+            FLOAT8=kv.dtype != q.dtype,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+            **common,
+        )
+    if len(work.merges):
+        _combine[(len(work.merges), heads)](*results, work.merges, *into.stride()[:2], PARTS=PARTS_AT_ONCE, **common)
+    if into is not out:
+        out.copy_(into)
+    if lse is not None and log_sums is not lse:
+        lse.copy_(log_sums)
+
+
+def _work(q: Tensor, kv_heads: int, plan: AttentionPlan, causal: bool, window: int | None) -> _Work:
+    heads, head_dim = q.shape[1:]
+    group, where = heads // kv_heads, architecture(q.device)
+    decode, prefill = (tiles(where, phase, head_dim, group, q.dtype.itemsize) for phase in PHASES)
+    cut = schedule(
+        plan.starts,
+        plan.lengths,
+        group=group,
+        kv_heads=kv_heads,
+        decode=decode,
+        prefill=prefill,
+        processors=processors(q.device),
+        causal=causal,
+        window=window,
+        batch_invariant=plan.batch_invariant,
+    )
+    # one copy to the device for all tables
+    tables = (cut.decode, cut.prefill, cut.merges)
+    moved = torch.from_numpy(np.concatenate([table.ravel() for table in tables])).to(q.device, non_blocking=True)
+    decode_items, prefill_items, merges = (
+        part.view(table.shape) for part, table in zip(moved.split([t.size for t in tables]), tables, strict=True)
+    )
+    launches = ((decode, decode_items), (prefill, prefill_items))
+    return _Work(
+        launches=tuple((shape, items) for shape, items in launches if len(items)),
+        merges=merges,
+        parts=torch.empty(cut.part_rows, heads, head_dim, dtype=torch.float32, device=q.device),
+        part_lse=torch.empty(cut.part_rows, heads, dtype=torch.float32, device=q.device),
+    )

@@ -2,18 +2,21 @@
 #   make demo   a real model on split pools, asked over HTTP and gRPC
 #   make test   all CPU tests        make unit   those without a cluster
 #   make check  format, lint, types, imports, unit tests
+#   make aot    the Triton kernels compiled for four GPU architectures, without a GPU, and what came of them
+#   make docs-check  the Python blocks of docs/attention.md, and whether they print what stands there
 #   make native the C++ kernels again, all of them; the other targets do it where a source has changed
 # PIP_ARGS is handed to pip, for example to choose PyTorch's CPU build on a machine without a GPU.
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
-UNIT := $(BIN)/pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal tests/unit
+IN_PARALLEL := $(BIN)/pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
+UNIT := $(IN_PARALLEL) tests/unit
 FOLDERS := cluster replicas kv_manager kernels protos
 # Stands for all of the native libraries: every machine has it, and they are built together
 NATIVE := kernels/native_generic.so
 BUILD_NATIVE = $(BIN)/python setup.py -q build_ext --inplace
 
-.PHONY: demo test unit check fuzz native format protos dev clean
+.PHONY: demo test unit check aot docs-check fuzz native format protos dev clean
 .DELETE_ON_ERROR:
 
 # Without g++ a demo runs on torch and says so; what passes no test must not look tested
@@ -24,6 +27,7 @@ demo: .venv/.installed $(NATIVE)
 	@$(BIN)/bifolio demo
 
 test: unit
+	$(IN_PARALLEL) tests/triton
 	$(BIN)/pytest tests/native tests/packaging tests/cluster
 
 unit: dev $(NATIVE)
@@ -35,6 +39,12 @@ check: dev $(NATIVE)
 	$(BIN)/mypy
 	PYTHONPATH=.dev $(BIN)/lint-imports
 	$(UNIT)
+
+aot: dev
+	$(BIN)/python -P benchmarks/aot.py
+
+docs-check: dev $(NATIVE)
+	$(BIN)/python -P benchmarks/docs_check.py
 
 fuzz: dev
 	BIFOLIO_FUZZ_STEPS=20000 $(BIN)/pytest -q tests/unit/kv_manager/test_ledger_machine.py

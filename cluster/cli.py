@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_computing(command: argparse.ArgumentParser) -> None:
     command.add_argument("--quantization", metavar="int8", help="int8 weights (default: as the dtype says)")
-    command.add_argument("--kernels", help="auto (default), avx512, avx2, generic, or torch")
+    command.add_argument("--kernels", help="auto (default), avx512, avx2, generic, triton, or torch")
     command.add_argument("--threads", type=int, metavar="N", help="CPU threads of a replica (default: 1)")
 
 

@@ -72,6 +72,8 @@ class ClusterConfig(FrozenConfig):
     @model_validator(mode="after")
     def _exact_can_be_kept(self) -> ClusterConfig:
         dtype, quantization = self.model.dtype or "float32", self.model.quantization
+        if self.engine.exact and self.engine.kernels == "triton":
+            raise ValueError("engine.exact with engine.kernels triton; allowed with exact: native kernels and torch")
         if not self.engine.exact or (dtype, quantization) == ("float32", None):
             return self
         if dtype == "float16":

@@ -1,69 +1,133 @@
-"""Which kernels compute in this process: the native ones, of one instruction set, or torch. Chosen once, at start.
+"""Which kernels compute in this process: native ones of one instruction set, Triton's, or torch. Chosen once, at start.
 
-The native kernels serve float32 and bfloat16 on the CPU. What they have no code for (float16, float8 caches, soft caps,
-sinks, the log-sum-exp) is torch's business whatever was chosen; `ops.py` says so at each function.
+    tensors   on a GPU   Triton's, unless torch was chosen
+              on a CPU   the native ones for float32 and bfloat16, unless torch or triton was chosen
+
+What a backend has no code for (the native ones: float16, float8 caches, soft caps, sinks, the log-sum-exp) is torch's
+business whatever was chosen; `ops.py` says so at each function.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from . import library
+from . import library, torch_twins
 from .bindings import Native
 
-Backend = Literal["auto", "avx512", "avx2", "generic", "torch"]
+Backend = Literal["auto", "avx512", "avx2", "generic", "triton", "torch"]
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 logger = logging.getLogger(__name__)
-_native: Native | None = None
-_chosen = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    native: Native | None  # for tensors on CPUs
+    triton: ModuleType | None  # for tensors on GPUs, and in the interpreter for all
+    interpreted: bool = False
+
+
+_choice: _Choice | None = None
 
 
 def use(backend: Backend = "auto") -> str:
-    """Choose for this process, log it, and return the name of what was chosen. "auto" is the best that this CPU runs,
-    and torch with a warning where no library was built. Weights packed before keep their own backend.
+    """Choose for this process, log it, and return the name of what was chosen for the CPU's tensors; for "triton"
+    that. "auto" is the best that this CPU runs, and torch with a warning where no library was built; and Triton for
+    the tensors of a GPU, if there is one. Weights packed before keep their own backend.
 
-    Raises ValueError for a name that is none, was not built, or that this CPU cannot run.
+    "triton" needs a GPU or, for tests and for who has none, TRITON_INTERPRET=1 in the environment: then Triton's
+    interpreter computes, some thousand times slower.
+
+    Raises ValueError for a name that is none, was not built or installed, or that cannot run on this machine.
     """
-    global _native, _chosen
+    global _choice
     if backend not in get_args(Backend):
         raise ValueError(f"backend: {backend!r}; allowed: {', '.join(get_args(Backend))}")
     if backend == "torch":
-        _native = None
+        _choice = _Choice(None, None)
         logger.info("kernels: torch")
-    elif backend == "auto":
-        try:
-            _native = Native(library.best())
-            logger.info("kernels: native, %s", _native.isa)
-        except ValueError as error:
-            _native = None
-            logger.warning("kernels: torch, which is several times slower on CPUs: %s", error)
-    else:
-        _native = Native(backend)
+        return "torch"
+    if backend == "triton":
+        twins = _triton_twins()
+        if not (interpreted := _interpreted()) and not torch.cuda.is_available():
+            raise ValueError(
+                "triton: there is no GPU; allowed with one, or with TRITON_INTERPRET=1 in the environment, which is "
+                "for tests: it takes some thousand times as long"
+            )
+        _choice = _Choice(None, twins, interpreted)
+        logger.info("kernels: triton%s, as asked", ", interpreted" if interpreted else "")
+        return "triton"
+    native = _native(backend)
+    _choice = _Choice(native, _triton_twins() if torch.cuda.is_available() else None)
+    if _choice.triton:
+        logger.info("kernels: triton on the GPU")
+    return native.isa if native else "torch"
+
+
+def _native(backend: Backend) -> Native | None:
+    if backend != "auto":
+        native = Native(backend)
         logger.info("kernels: native, %s, as asked", backend)
-    _chosen = True
-    return _native.isa if _native else "torch"
+        return native
+    try:
+        native = Native(library.best())
+    except ValueError as error:
+        logger.warning("kernels: torch, which is several times slower on CPUs: %s", error)
+        return None
+    logger.info("kernels: native, %s", native.isa)
+    return native
+
+
+def _triton_twins() -> ModuleType:
+    """Imported when it is needed: it takes a second, and triton is not installed everywhere."""
+    try:
+        return importlib.import_module(".triton_twins", __package__)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError(
+            "triton: not installed; install bifolio[gpu], or choose engine.kernels: torch, which is slow on GPUs"
+        ) from error
+
+
+def _interpreted() -> bool:
+    interpreted: bool = importlib.import_module(".triton_runtime", __package__).INTERPRETED
+    return interpreted
 
 
 @contextlib.contextmanager
 def using(backend: Backend) -> Iterator[str]:
     """`use` for the time of the context."""
-    global _native, _chosen
-    before = _native, _chosen
+    global _choice
+    before = _choice
     try:
         yield use(backend)
     finally:
-        _native, _chosen = before
+        _choice = before
+
+
+def _chosen() -> _Choice:
+    if _choice is None:
+        use()
+    assert _choice is not None
+    return _choice
 
 
 def native_for(x: Tensor) -> Native | None:
     """The native kernels, if they were chosen and have code for a tensor like this."""
-    if not _chosen:
-        use()
-    return _native if _native and x.device.type == "cpu" and x.dtype in NATIVE_DTYPES else None
+    return _chosen().native if x.device.type == "cpu" and x.dtype in NATIVE_DTYPES else None
+
+
+def twins_for(x: Tensor) -> ModuleType:
+    """The module of twins that computes on tensors like this where no native kernel does: torch's or Triton's."""
+    choice = _chosen()
+    return choice.triton if choice.triton and (choice.interpreted or x.device.type != "cpu") else torch_twins

@@ -48,11 +48,12 @@ def contiguous(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: stride {x.stride()}; allowed is contiguous")
 
 
-def exact(name: str, x: Tensor) -> None:
+def exact(name: str, x: Tensor, in_torch: bool = True) -> None:
     """For torch, which keeps `exact` for float32 on the CPU."""
     dtype(name, x, (torch.float32,))
-    if x.device.type != "cpu":
-        raise ValueError(f"{name}: on {x.device}; exact is for the CPU")
+    if x.device.type != "cpu" or not in_torch:
+        where = x.device if in_torch else "the triton kernels"
+        raise ValueError(f"{name}: on {where}; exact is for the CPU, in native kernels or torch")
 
 
 def places(positions: Tensor, max_positions: int, slots: Tensor, num_slots: int) -> None:

@@ -1,12 +1,16 @@
-"""bfloat16 in Triton's interpreter, which keeps it as 16-bit integers and computes on their bits (triton#11584).
+"""Two repairs of Triton's interpreter. Where TRITON_INTERPRET=1 is set, kernels run in numpy on the CPU: slowly, for
+tests and for who has no GPU.
 
-Where TRITON_INTERPRET=1 is set, kernels run in numpy on the CPU: slowly, for tests and for who has no GPU. Arithmetic
-on bfloat16 is done in float32 here and rounded to nearest even, as GPUs do. Knows the interpreter's inside, so it
-looks at its own results and refuses a Triton in which they are wrong.
+It keeps bfloat16 as 16-bit integers and computes on their bits (triton#11584): here that is done in float32 and rounded
+to nearest even, as GPUs do. And it swaps `triton.language` for the time of a launch, so that two threads would pull it
+from under each other: here one launch waits for the other.
+
+Knows the interpreter's inside, so it looks at its own results and refuses a Triton in which they are wrong.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,18 +18,26 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 
-def repair_bfloat16() -> None:
-    """Once a process. Raises RuntimeError where this Triton's interpreter still computes bfloat16 wrongly."""
-    if getattr(InterpreterBuilder, "bfloat16_repaired", False):
-        return
-    InterpreterBuilder.bfloat16_repaired = True
+def repair() -> None:
+    """To be called once a process. Raises RuntimeError where the interpreter still computes bfloat16 wrongly."""
     for name, wrap in _WRAPPERS.items():
         setattr(InterpreterBuilder, name, wrap(getattr(InterpreterBuilder, name)))
+    GridExecutor.__call__ = _one_at_a_time(GridExecutor.__call__)
     if not _sums_are_right():
         raise RuntimeError(f"bfloat16 is wrong in the interpreter of triton {triton.__version__}; allowed is float32")
+
+
+def _one_at_a_time(launch: Any) -> Any:
+    lock = threading.RLock()
+
+    def method(self: Any, *arguments: Any, **options: Any) -> None:
+        with lock:
+            launch(self, *arguments, **options)
+
+    return method
 
 
 def _sums_are_right() -> bool:
@@ -34,13 +46,14 @@ def _sums_are_right() -> bool:
     a, b = (TensorHandle(narrow(x), tl.bfloat16) for x in (small, small + 2))
     zero, c = (TensorHandle(np.zeros((2, 2), np.float32), tl.float32), TensorHandle(narrow(small.T), tl.bfloat16))
     dot = builder.create_dot(b, c, zero, None, None).data
-    thirds = builder.cast_impl(TensorHandle(small / 3, tl.float32), tl.bfloat16)
+    thirds, odd = small / np.float32(3), np.array([1.00390625, 1.01171875, 3.4e38], np.float32)
+    rounded = builder.cast_impl(TensorHandle(thirds, tl.float32), tl.bfloat16)
     return bool(
         np.array_equal(widen(builder.create_fadd(a, b).data), small * 2 + 2)
         and np.array_equal(widen(builder.create_fmul(a, b).data), small * (small + 2))
         and np.array_equal(dot, (small + 2) @ small.T)
-        and np.array_equal(thirds.data, narrow(small / 3))
-        and np.array_equal(widen(narrow(np.float32([1.00390625, 1.01171875, 3.4e38]))), [1.0, 1.015625, np.inf])
+        and np.array_equal(rounded.data, narrow(thirds))
+        and np.array_equal(widen(narrow(odd)), [1.0, 1.015625, np.inf])
     )
 
 

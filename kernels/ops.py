@@ -1,11 +1,11 @@
 """The public functions: what each takes, returns and mutates, its checks, and where a backend is chosen.
 
-A backend is the native kernels (`bindings.py`, for float32 and bfloat16 on CPUs) or torch (`torch_*.py`); `backend.py`
-says which. What differs between them is speed and rounding, never a contract.
+A backend is the native kernels (`bindings.py`, for float32 and bfloat16 on CPUs), Triton's (`triton_*.py`, on GPUs) or
+torch (`torch_*.py`); `backend.py` says which. What differs between them is speed and rounding, never a contract.
 
 `exact` promises more, on CPUs: a row's result has the same bits whatever stands beside it and however its sequence was
 cut into steps. The native kernels always keep that; torch does for float32, once `self_check` has passed in this
-process.
+process. Triton does not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import checks, torch_attention, torch_exact, torch_sample, torch_small
-from .backend import native_for
+from . import checks, torch_exact, torch_twins
+from .backend import native_for, twins_for
 from .layout import Layout
 from .plan import AttentionPlan
 
@@ -55,11 +55,12 @@ def paged_attention(
 
     The softmax is float32. A row that sees no key gives 0 and lse -inf (with a sink: the sink). Slots at or
     past a sequence's length, and before every row's window, have no influence whatever they hold. A
-    sequence's result is the same alone and in any batch. HQ is any multiple of HK, D 32 to 256, P 8 to 256,
+    sequence's result is the same alone and in any batch; in Triton but for rounding, unless the plan is
+    batch_invariant. HQ is any multiple of HK, D 32 to 256, P 8 to 256,
     powers of two or not. Raises ValueError for a wrong shape, dtype, layout or combination, and for blocks that
     are none of kv's or do not cover the keys.
 
-    Native: all but softcap, sinks, lse and float8.
+    Native: all but softcap, sinks, lse and float8. Triton: plain layouts alone.
     """
     checks.shape("q", q, (plan.tokens, None, None), "T, HQ, D")
     checks.dtype("q", q, checks.FLOATS)
@@ -93,13 +94,14 @@ def paged_attention(
         into = out if _side_by_side(out) else torch.empty_like(heads)
         native.paged_attention(heads, kv, plan, causal=causal, window=window, scale=scale, layout=layout, out=into)
         return out if into is out else out.copy_(into)
+    twins = twins_for(q)
     if exact:
-        checks.exact("q", q)
+        checks.exact("q", q, twins is torch_twins)
         torch_exact.paged_attention(q, kv, plan, causal=causal, window=window, scale=scale, out=out, layout=layout)
         return out
     # a scale left over from a float8 configuration must not bend another cache
     scaled = kv.dtype in checks.FLOAT8
-    torch_attention.paged_attention(
+    twins.paged_attention(
         q,
         kv,
         plan,
@@ -165,7 +167,8 @@ def rope_and_write(
         cos, sin, positions, slots = (x.contiguous() for x in (cos, sin, positions, slots))
         native.rope_and_write(q, k, v, cos, sin, positions, slots, kv, layout, out)
         return out
-    return torch_small.rope_and_write(q, k, v, cos, sin, positions, slots, kv, layout=layout)
+    rotated: Tensor = twins_for(q).rope_and_write(q, k, v, cos, sin, positions, slots, kv, layout=layout)
+    return rotated
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -186,7 +189,8 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         total = x if residual is None else residual.clone(memory_format=torch.contiguous_format)
         native.rms_norm(x.contiguous(), None if residual is None else total, weight.contiguous(), eps, out)
         return out, total
-    return torch_small.rms_norm(x, residual, weight, eps)
+    normed, grown = twins_for(x).rms_norm(x, residual, weight, eps)
+    return normed, grown
 
 
 def silu_mul(gate_up: Tensor, *, exact: bool = False) -> Tensor:
@@ -202,10 +206,12 @@ def silu_mul(gate_up: Tensor, *, exact: bool = False) -> Tensor:
         out = torch.empty(len(gate_up), gate_up.shape[-1] // 2, dtype=gate_up.dtype)
         native.silu_mul(gate_up.contiguous(), out)
         return out
+    twins = twins_for(gate_up)
     if exact:
-        checks.exact("gate_up", gate_up)
+        checks.exact("gate_up", gate_up, twins is torch_twins)
         return torch_exact.silu_mul(gate_up)
-    return torch_small.silu_mul(gate_up)
+    activated: Tensor = twins.silu_mul(gate_up)
+    return activated
 
 
 def sample(
@@ -232,7 +238,8 @@ def sample(
     for name, x in columns.items():
         checks.shape(name, x, logits.shape[:1], "B")
     checks.dtype("uniforms", uniforms, (torch.float64,))
-    return torch_sample.sample(logits, temperature, top_p, top_k, min_p, uniforms)
+    ids: Tensor = twins_for(logits).sample(logits, temperature, top_p, top_k, min_p, uniforms)
+    return ids
 
 
 def _side_by_side(x: Tensor) -> bool:

@@ -121,7 +121,7 @@ def _cut_rows(
 
 
 def _even_parts(tiles: NDArray[np.int64], shortest: int, at_once: int, kv_heads: int) -> NDArray[np.int64]:
-    """tiles / (the tiles that each of `at_once` programs gets), but no part shorter than `shortest`; all in integers."""
+    """tiles / (the tiles that each of `at_once` programs gets), but no part shorter than `shortest`."""
     total = max(1, int(tiles.sum()) * kv_heads)
     return np.minimum(tiles // max(1, shortest), tiles * at_once // total)
 

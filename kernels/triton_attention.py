@@ -37,9 +37,10 @@ def _scores(q, k, scale, SOFTCAP: tl.constexpr):
     """q k^T in base 2: [rows, keys]."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP > 0:
-        # tanh(x) = 2 sigmoid(2x) - 1, which overflows nowhere; scale holds log2(e) already
-        x = s * (scale * (0.6931471805599453 / SOFTCAP))
-        s = (2.0 * tl.sigmoid(2.0 * x) - 1.0) * (SOFTCAP * 1.4426950408889634)
+        # |tanh(x)| = (1 - e) / (1 + e) with e = exp(-2 |x|), which overflows nowhere; scale holds log2(e) already
+        x = s * (scale / SOFTCAP)
+        e = tl.math.exp2(-2.0 * tl.abs(x))
+        s = tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e) * (SOFTCAP * 1.4426950408889634)
     else:
         s = s * scale
     return s
@@ -129,7 +130,9 @@ def _attend(
     token = (start + row).to(tl.int64)
     in_head = d < D
     query = tl.load(
-        q + token[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None] & in_head[None, :], other=0.0
+        q + token[:, None] * q_row + head[:, None] * q_head + d[None, :],
+        mask=live[:, None] & in_head[None, :],
+        other=0.0,
     )
     k_head = kv + group.to(tl.int64) * kv_head
     v_head = k_head + kv_half
@@ -170,38 +173,38 @@ def _attend(
     # the tiles before and after, where each row sees what it may; what none sees is not even loaded: 0 * NaN is NaN
     before = clear - first_key
     for i in tl.range(0, before + tl.maximum(end_key - clear_end, 0), KEYS):
-        key = tl.where(i < before, first_key + i, clear_end + i - before) + keys
-        there = (key < end_key) & (key >= seen_from)
-        block = tl.load(table + key // BLOCK, mask=there, other=0).to(tl.int64)
-        at = block * kv_block + key % BLOCK * D
+        edge = tl.where(i < before, first_key + i, clear_end + i - before) + keys
+        there = (edge < end_key) & (edge >= seen_from)
+        edge_block = tl.load(table + edge // BLOCK, mask=there, other=0)
+        at = edge_block.to(tl.int64) * kv_block + edge % BLOCK * D
         mask = there[:, None] & in_head[None, :]
         k = tl.load(k_head + at[:, None] + d[None, :], mask=mask, other=0.0)
         v = tl.load(v_head + at[:, None] + d[None, :], mask=mask, other=0.0)
         seen = there[None, :]
         if CAUSAL:
-            seen = seen & (key[None, :] <= at_row[:, None])
+            seen = seen & (edge[None, :] <= at_row[:, None])
         if WINDOW > 0:
-            seen = seen & (key[None, :] > at_row[:, None] - WINDOW)
+            seen = seen & (edge[None, :] > at_row[:, None] - WINDOW)
         s = tl.where(seen, _scores(query, k.to(query.dtype), scale, SOFTCAP), float("-inf"))
         top, total, mixed = _absorb(s, v.to(query.dtype), top, total, mixed, True)
 
+    if SINKS:  # once for all keys: a part leaves it to the merge
+        sink = tl.load(sinks + head, mask=live & (part < 0), other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        top, total, shrink = _join(top, total, sink)
+        mixed = mixed * shrink[:, None]
     if FLOAT8:
         mixed = mixed * v_scale
+    found = mixed / _or_one(total)[:, None]
+    log_sum = top + tl.math.log2(_or_one(total))
     mask = live[:, None] & in_head[None, :]
     if part >= 0:
-        place = (part + r // GROUP).to(tl.int64) * HEADS + head
-        tl.store(parts + place[:, None] * D + d[None, :], mixed / _or_one(total)[:, None], mask=mask)
-        tl.store(part_lse + place, top + tl.math.log2(_or_one(total)), mask=live)
+        part_row = (part + r // GROUP).to(tl.int64) * HEADS + head
+        tl.store(parts + part_row[:, None] * D + d[None, :], found, mask=mask)
+        tl.store(part_lse + part_row, log_sum, mask=live)
     else:
-        if SINKS:
-            sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-            top, total, shrink = _join(top, total, sink, 1.0)
-            mixed = mixed * shrink[:, None]
-        place = token[:, None] * out_row + head[:, None] * out_head + d[None, :]
-        tl.store(out + place, mixed / _or_one(total)[:, None], mask=mask)
+        tl.store(out + token[:, None] * out_row + head[:, None] * out_head + d[None, :], found, mask=mask)
         if LSE:
-            natural = (top + tl.math.log2(_or_one(total))) * 0.6931471805599453
-            tl.store(lse + token * HEADS + head, natural, mask=live)
+            tl.store(lse + token * HEADS + head, log_sum * 0.6931471805599453, mask=live)
 
 
 @triton.jit
@@ -211,12 +214,12 @@ def _or_one(total):
 
 
 @triton.jit
-def _join(top, total, score, weight):
+def _join(top, total, score):
     """A maximum and a sum take in one more score; what was mixed so far is to shrink by the third."""
     grown = tl.maximum(top, score)
     base = tl.where(grown == float("-inf"), 0.0, grown)
     shrink = tl.math.exp2(top - base)
-    return grown, total * shrink + weight * tl.math.exp2(score - base), shrink
+    return grown, total * shrink + tl.math.exp2(score - base), shrink
 
 
 @triton.jit
@@ -236,10 +239,10 @@ def _combine(
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """One head of one row that was computed in parts: their outputs, weighted by their denominators. Grid: (rows, heads).
+    """One head of one row that was computed in parts. Grid: (rows, heads).
 
-    With (O_i, lse_i) of disjoint keys, O = sum w_i O_i / sum w_i with w_i = 2^(lse_i - max lse): the online softmax
-    again, by parts instead of keys.
+    With (O_i, lse_i), outputs and denominators of disjoint keys, O = sum w_i O_i / sum w_i, where w_i = 2^(lse_i - max
+    lse): the online softmax again, by parts instead of keys.
     """
     merge = merges + tl.program_id(0) * MERGE_FIELDS
     head = tl.program_id(1)
@@ -261,15 +264,13 @@ def _combine(
         base = tl.where(grown == float("-inf"), 0.0, grown)
         weights = tl.math.exp2(found - base)
         shrink = tl.math.exp2(top - base)
-        part = tl.load(
-            parts + place[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
-        )
+        part = tl.load(parts + place[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         mixed = mixed * shrink + tl.sum(part * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)
         top = grown
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        top, total, shrink = _join(top, total, sink, 1.0)
+        top, total, shrink = _join(top, total, sink)
         mixed = mixed * shrink
     tl.store(out + token * out_row + head * out_head + d, mixed / _or_one(total), mask=d < D)
     if LSE:
@@ -316,7 +317,7 @@ def paged_attention(
         lambda: _work(q, kv_heads, plan, causal, window),
     )
     into = out if out.stride(-1) == 1 else torch.empty_like(q)
-    log_sums = None if lse is None else lse if lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
+    log_sums = into if lse is None else lse if lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
     common = {
         "HEADS": heads,
         "D": head_dim,
@@ -324,7 +325,7 @@ def paged_attention(
         "SINKS": sinks is not None,
         "LSE": lse is not None,
     }
-    results = (into, into if log_sums is None else log_sums, work.parts, work.part_lse, q if sinks is None else sinks)
+    results = (into, log_sums, work.parts, work.part_lse, q if sinks is None else sinks)
     for shape, items in work.launches:
         _attend[(len(items), kv_heads)](
             q,

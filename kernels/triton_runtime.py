@@ -10,11 +10,11 @@ from functools import cache
 import torch
 import triton
 
-from .interpreter import repair_bfloat16
+from .interpreter import repair
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 if INTERPRETED:
-    repair_bfloat16()
+    repair()
 
 
 @cache

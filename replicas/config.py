@@ -10,7 +10,7 @@ from bifolio.kv_manager.config import FrozenConfig
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantization = Literal["int8"]
-Backend = Literal["auto", "avx512", "avx2", "generic", "torch"]
+Backend = Literal["auto", "avx512", "avx2", "generic", "triton", "torch"]
 
 
 class ModelConfig(FrozenConfig):
@@ -56,7 +56,8 @@ class EngineConfig(FrozenConfig):
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads of one replica's computing.")
     kernels: Backend = Field(
         default="auto",
-        description="What computes: auto takes the native kernels that suit the CPU best, torch where none were built.",
+        description="What computes: auto takes the native kernels that suit the CPU best, torch where none were built, "
+        "and triton on GPUs; triton on a CPU needs TRITON_INTERPRET=1 in the environment and is for tests.",
     )
     exact: bool = Field(
         default=False,

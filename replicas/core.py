@@ -95,7 +95,8 @@ class Core:
         config, engine = model.llama.config, spec.engine
         blocks = engine.cache_tokens // engine.block_size
         dtype = DTYPES[spec.dtype]
-        layout = kv_layout(dtype, config.head_dim, engine.block_size)
+        # triton's kernels read plain caches alone
+        layout = "plain" if engine.kernels == "triton" else kv_layout(dtype, config.head_dim, engine.block_size)
         self.cache = KvCache(blocks, config.layers, config.kv_heads, engine.block_size, config.head_dim, dtype, layout)
         self.geometry = Geometry(
             model.name, config.layers, config.kv_heads, config.head_dim, engine.block_size, spec.dtype, layout

@@ -20,6 +20,8 @@ from bifolio.cluster.models import pull
 
 # Threads that spin while they wait would starve those of the tests beside them
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# Triton kernels run in numpy; Triton reads it when it is first imported, by whatever test
+os.environ["TRITON_INTERPRET"] = "1"
 # What a replica in exact mode has; MKL reads it once, so before any test has loaded torch
 os.environ["MKL_CBWR"] = replica_environment(load(None, {"engine.exact": True})).get("MKL_CBWR", "")
 assert "torch" not in sys.modules, "MKL may have read its environment already"

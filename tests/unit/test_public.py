@@ -23,7 +23,7 @@ def test_kernels():
         "kv_layout": ["dtype", "head_dim", "block_size", "device_type"],
         "linear": ["x", "weights", "out_dtype"],
         "pack_linear": ["weight", "bias", "quantization", "exact"],
-        "plan": ["cu_q", "seq_lens", "block_table"],
+        "plan": ["cu_q", "seq_lens", "block_table", "device", "batch_invariant"],
         "rms_norm": ["x", "residual", "weight", "eps"],
         "rope_and_write": ["q", "k", "v", "cos", "sin", "positions", "slots", "kv", "layout"],
         "rope_tables": ["frequencies", "max_positions", "scale"],

@@ -2,100 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import pytest
 import torch
+from attention_case import TOLERANCE, Case
 from backends import BACKENDS
-from layout_kit import WORD, packed
-from torch import Tensor
+from packed_layout import WORD, packed
 
 from bifolio.kernels import Layout, paged_attention, plan, using
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
-
-@dataclass
-class Case:
-    """Sequences of (rows, keys) in shuffled blocks; everything outside them is NaN, the null block too."""
-
-    lens: list[tuple[int, int]]
-    hq: int = 6
-    hk: int = 2
-    d: int = 64
-    p: int = 16
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        g = torch.Generator().manual_seed(7)
-        counts = [-(-keys // self.p) for _, keys in self.lens]
-        ids = (torch.randperm(sum(counts), generator=g) + 1).split(counts)
-        self.kv = torch.full((sum(counts) + 1, 3, 2, self.hk, self.p, self.d), torch.nan, dtype=self.dtype)[:, 1]
-        self.table = torch.zeros(len(self.lens), max([*counts, 1]), dtype=torch.int32)
-        self.keys, self.values = [], []
-        for b, (_, n) in enumerate(self.lens):
-            k, v = torch.randn(2, self.hk, n, self.d, generator=g).to(self.dtype)
-            self.table[b, : counts[b]] = ids[b]
-            for j in range(n):
-                self.kv[ids[b][j // self.p], 0, :, j % self.p] = k[:, j]
-                self.kv[ids[b][j // self.p], 1, :, j % self.p] = v[:, j]
-            self.keys.append(k)
-            self.values.append(v)
-        rows = torch.tensor([0] + [r for r, _ in self.lens])
-        self.cu_q = rows.cumsum(0).to(torch.int32)
-        self.seq_lens = torch.tensor([n for _, n in self.lens], dtype=torch.int32)
-        self.q = torch.randn(int(self.cu_q[-1]), self.hq, self.d, generator=g).to(self.dtype)
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        return ("plain", "packed") if self.dtype in WORD else ("plain",)
-
-    def run(self, layout: Layout = "plain", **options: object) -> Tensor:
-        built = plan(self.cu_q, self.seq_lens, self.table)
-        kv = packed(self.kv) if layout == "packed" else self.kv
-        return paged_attention(self.q, kv, built, layout=layout, **options)  # type: ignore[arg-type]
-
-    def expected(
-        self,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        scale: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Row by row, head by head: attention output and the logarithm of the denominator, in float64."""
-        out = torch.zeros(self.q.shape, dtype=torch.float64)
-        lse = torch.full(self.q.shape[:2], -math.inf, dtype=torch.float64)
-        for b, (rows, n) in enumerate(self.lens):
-            for i in range(rows):
-                last = n - rows + i if causal else n - 1
-                first = 0 if window is None else max(0, last - window + 1)
-                t = int(self.cu_q[b]) + i
-                for h in range(self.hq):
-                    seen = slice(first, last + 1) if last >= first else slice(0, 0)
-                    k = self.keys[b][h // (self.hq // self.hk), seen].double()
-                    v = self.values[b][h // (self.hq // self.hk), seen].double()
-                    s = k @ self.q[t, h].double() * (self.d**-0.5 if scale is None else scale)
-                    s = s if softcap is None else softcap * torch.tanh(s / softcap)
-                    extra = [] if sinks is None else [sinks[h].double()[None]]
-                    whole = torch.cat([*extra, s])
-                    lse[t, h] = whole.logsumexp(0)
-                    out[t, h] = torch.exp(s - lse[t, h]) @ v if len(s) else 0
-        return out, lse
-
-    def check(self, **options: object) -> None:
-        """Every backend, in every layout, exact too where it can be."""
-        want, _ = self.expected(**options)  # type: ignore[arg-type]
-        for backend in BACKENDS:
-            packable = self.dtype == torch.float32 if backend == "torch" else self.dtype in WORD
-            exact = packable and not options.keys() & {"softcap", "sinks"}
-            for layout in self.layouts:
-                for how in ({}, {"exact": True}) if exact else ({},):
-                    with using(backend):
-                        got = self.run(layout, **options, **how)
-                    assert torch.isfinite(got).all()
-                    torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[self.dtype])
+def check(case: Case, **options: object) -> None:
+    """Every backend, in every layout, exact too where it can be."""
+    want, _ = case.expected(**options)  # type: ignore[arg-type]
+    for backend in BACKENDS:
+        packable = case.dtype == torch.float32 if backend == "torch" else case.dtype in WORD
+        exact = packable and not options.keys() & {"softcap", "sinks"}
+        for layout in case.layouts:
+            for how in ({}, {"exact": True}) if exact else ({},):
+                with using(backend):
+                    got = case.run(layout, **options, **how)
+                assert torch.isfinite(got).all()
+                torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[case.dtype])
 
 
 PACKABLE = [torch.float32, torch.bfloat16]
@@ -104,34 +31,34 @@ MIXED = [(1, 40), (17, 50), (9, 9), (1, 1), (33, 64)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_prompt_chunks_and_single_tokens_in_one_batch(dtype: torch.dtype) -> None:
-    Case(MIXED, dtype=dtype).check()
+    check(Case(MIXED, dtype=dtype))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 12, 16, 24])
 def test_any_number_of_query_heads_per_kv_head(group: int) -> None:
-    Case([(1, 19), (5, 23)], hq=2 * group, hk=2, d=32).check()
+    check(Case([(1, 19), (5, 23)], hq=2 * group, hk=2, d=32))
 
 
 @pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("d", [32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256])
 def test_any_head_size(d: int, dtype: torch.dtype) -> None:
-    Case([(1, 19), (5, 23)], d=d, dtype=dtype).check()
+    check(Case([(1, 19), (5, 23)], d=d, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("p", [8, 16, 24, 48, 64, 128, 256])
 def test_any_block_size(p: int, dtype: torch.dtype) -> None:
-    Case([(1, 150), (5, 131)], d=32, p=p, dtype=dtype).check()
+    check(Case([(1, 150), (5, 131)], d=32, p=p, dtype=dtype))
 
 
 def test_an_odd_head_or_block_can_be_packed_at_float32() -> None:
-    Case([(1, 19), (5, 23)], d=33, p=9).check()
+    check(Case([(1, 19), (5, 23)], d=33, p=9))
 
 
 @pytest.mark.parametrize("dtype", PACKABLE)
 @pytest.mark.parametrize("keys", [32, 48, 64, 96, 33, 127])  # at an odd end, a word holds a key and an unused slot
 def test_unused_slots_of_a_last_block_do_not_leak(keys: int, dtype: torch.dtype) -> None:
-    Case([(1, keys)], p=128, dtype=dtype).check()
+    check(Case([(1, keys)], p=128, dtype=dtype))
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 15, 16, 17])
@@ -141,7 +68,7 @@ def test_slots_before_every_window_do_not_leak(window: int) -> None:
         for b, (rows, keys) in enumerate(case.lens):
             for j in range(keys - rows - window + 1):
                 case.kv[case.table[b, j // 16].long(), :, :, j % 16] = torch.nan
-        case.check(window=window)
+        check(case, window=window)
 
 
 @pytest.mark.parametrize("dtype", PACKABLE)
@@ -158,7 +85,7 @@ def test_slots_before_every_window_do_not_leak(window: int) -> None:
     ],
 )
 def test_options(options: dict[str, object], dtype: torch.dtype) -> None:
-    Case(MIXED, dtype=dtype).check(**options)
+    check(Case(MIXED, dtype=dtype), **options)
 
 
 def test_lse_is_the_logarithm_of_the_denominator() -> None:
@@ -200,7 +127,7 @@ def test_row_i_sees_the_keys_up_to_its_own_position(layout: Layout) -> None:
 def test_no_sequences_and_no_rows() -> None:
     for layout in Case([]).layouts:
         assert Case([]).run(layout).shape == (0, 6, 64)
-    Case([(0, 5), (1, 5), (0, 0)]).check()
+    check(Case([(0, 5), (1, 5), (0, 0)]))
 
 
 def test_a_huge_score_under_a_softcap_stays_finite() -> None:
@@ -259,7 +186,7 @@ def test_a_table_of_more_blocks_than_the_sequences_have(dtype: torch.dtype) -> N
     case = Case(MIXED, dtype=dtype)
     beyond = torch.full((len(MIXED), 3), -7, dtype=torch.int32)
     case.table = torch.cat((case.table, beyond), dim=1).contiguous()
-    case.check()
+    check(case)
 
 
 @pytest.mark.usefixtures("backend")

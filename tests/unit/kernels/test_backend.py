@@ -46,7 +46,7 @@ def test_a_native_backend_that_was_not_built_is_an_error(tmp_path: Path, monkeyp
 
 
 def test_a_name_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^backend: 'sse'; allowed: auto, avx512, avx2, generic, torch"):
+    with pytest.raises(ValueError, match=r"^backend: 'sse'; allowed: auto, avx512, avx2, generic, triton, torch"):
         use("sse")  # type: ignore[arg-type]
 
 

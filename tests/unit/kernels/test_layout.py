@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layout_kit import WORD, packed
+from packed_layout import WORD, packed
 
 from bifolio.kernels import Layout, kv_layout
 from bifolio.kernels.layout import read_blocks

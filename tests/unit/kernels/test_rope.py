@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layout_kit import packed
+from packed_layout import packed
 from torch import Tensor
 
 from bifolio.kernels import Layout, rope_and_write, rope_tables

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.ledger import Ledger
@@ -114,7 +115,7 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair(model: Path, *, split: bool = True, dtype: str = "float32", **engine: int) -> AsyncIterator[Pair]:
+async def pair(model: Path, *, split: bool = True, dtype: str = "float32", **engine: Any) -> AsyncIterator[Pair]:
     spec = ReplicaSpec(model, dtype, None, EngineConfig(**engine), KvConfig(), ("none", "none"))
     ledger = Ledger(1, KvConfig(silence_s=60))
     decode = Core(spec, ReplicaId("decode#1"), "decode")

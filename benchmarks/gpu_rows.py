@@ -1,0 +1,176 @@
+"""Rows of results: each is tried on its own, in the time there is, and kept as soon as it is known.
+
+A row that raises says why and the next one begins. A row that does not answer, that ends the process or leaves the
+device unusable ends the process alone: started again with `resume`, the book goes on behind that row.
+
+    cases of a section:  build the inputs -> way, way, way -> forget the inputs -> the next case
+
+Knows nothing of what is measured, nor of torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Numbers = Mapping[str, Any]  # of one row; whatever JSON can hold
+Status = Literal["ok", "wrong", "failed", "skipped", "not run"]
+
+RESUME = 75  # exit status: start again with --resume
+PATIENCE = 60.0  # seconds that one row may take
+RESERVE = 10.0  # seconds at the end in which no row begins
+
+
+class SkippedError(Exception):
+    """What a row needs is not here."""
+
+
+class WrongError(Exception):
+    """There is a result, and it is not the right one."""
+
+    def __init__(self, said: str, **numbers: Any) -> None:
+        super().__init__(said)
+        self.numbers = numbers
+
+
+@dataclass(frozen=True)
+class Case:
+    """Ways to do the same work on the same inputs, which are made when the first way begins."""
+
+    section: str
+    name: str
+    build: Callable[[], Any]
+    ways: Mapping[str, Callable[[Any], Numbers]]
+
+
+@dataclass(frozen=True)
+class Row:
+    section: str
+    case: str
+    way: str
+    status: Status
+    said: str = ""  # why it is not ok
+    spent: float = 0.0  # seconds, compilation included
+    numbers: Numbers = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.section, self.case, self.way
+
+
+class Book:
+    """All rows and the time that is left for more.
+
+    shares  of all the time, what a section may take at most, so that a slow one leaves something to those behind it
+    alive   whether the device still answers; asked after a failure
+    """
+
+    def __init__(
+        self, path: Path, seconds: float, shares: Mapping[str, float], alive: Callable[[], bool], resume: bool
+    ) -> None:
+        self._path, self._seconds, self._shares, self._alive = path, seconds, shares, alive
+        self._started = time.time()
+        self._running: tuple[str, str, str] | None = None
+        self.rows: list[Row] = []
+        if resume and path.exists():
+            held = json.loads(path.read_text(encoding="utf-8"))
+            self._started = held["started"]
+            self.rows = [Row(**row) for row in held["rows"]]
+            if held["running"]:
+                section, case, way = held["running"]
+                self._add(Row(section, case, way, "failed", "the process ended here"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def spent(self) -> float:
+        return time.time() - self._started
+
+    def run(self, cases: Iterable[Case]) -> None:
+        known = {row.key for row in self.rows}
+        gc.freeze()  # modules and all else that stays: or each collection would take as long as a row
+        for case in cases:
+            inputs: list[Any] = []  # none or one: made late, kept for all ways
+            for way in case.ways:
+                if (case.section, case.name, way) in known:
+                    continue
+                if late := self._late(case.section):
+                    self._add(Row(case.section, case.name, way, "not run", late))
+                else:
+                    self._attempt(case, way, inputs)
+            inputs.clear()
+            gc.collect()  # what an exception held
+
+    def _late(self, section: str) -> str:
+        if self.spent > self._seconds - RESERVE:
+            return f"the {self._seconds / 60:g} minutes are over"
+        share = self._shares.get(section, 1.0)
+        if sum(row.spent for row in self.rows if row.section == section) > share * self._seconds:
+            return f"{share:.0%} of the time are over, and no more is for this section"
+        return ""
+
+    def _attempt(self, case: Case, way: str, inputs: list[Any]) -> None:
+        self._running = (case.section, case.name, way)
+        self._write()
+        patience = min(PATIENCE, self._seconds - self.spent)
+        watchdog = threading.Timer(patience, self._give_up, [patience])
+        watchdog.daemon = True
+        watchdog.start()
+        began = time.monotonic()
+        status, said, numbers = _tried(case, way, inputs)
+        watchdog.cancel()
+        spent = round(time.monotonic() - began, 3)
+        self._add(Row(case.section, case.name, way, status, said, spent, numbers))
+        if status == "failed" and not self._alive():
+            self._end("the device does not answer any more")
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._running = None
+        self._write()
+        print(f"{self.spent:6.1f} s  {' | '.join(row.key)}  {row.status} {row.said}", file=sys.stderr, flush=True)
+
+    def _give_up(self, patience: float) -> None:
+        """In the watchdog's thread: the row's own may never come back."""
+        if self._running is None:  # it has just ended
+            return
+        section, case, way = self._running
+        self._add(Row(section, case, way, "failed", f"no answer in {patience:.0f} s", patience))
+        self._end("a row does not end")
+
+    def _end(self, why: str) -> None:
+        print(f"{why}: to be resumed", file=sys.stderr, flush=True)
+        os._exit(RESUME)  # an orderly end would wait for the device
+
+    def _write(self) -> None:
+        held = {"started": self._started, "running": self._running, "rows": [asdict(row) for row in self.rows]}
+        written = self._path.with_suffix(".tmp")
+        written.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        written.replace(self._path)
+
+
+def _tried(case: Case, way: str, inputs: list[Any]) -> tuple[Status, str, Numbers]:
+    with warnings.catch_warnings(record=True) as heard:  # torch warns of a reason, then raises without it
+        try:
+            if not inputs:
+                inputs.append(case.build())
+            return "ok", "", dict(case.ways[way](inputs[0]))
+        except WrongError as error:
+            return "wrong", str(error), error.numbers
+        except (SkippedError, ModuleNotFoundError) as error:
+            return "skipped", _first_line(error), {}
+        except Exception as error:
+            reasons = [_first_line(warning.message) for warning in heard[-1:]]
+            return "failed", "; ".join([f"{type(error).__name__}: {_first_line(error)}", *reasons]), {}
+
+
+def _first_line(error: object) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]

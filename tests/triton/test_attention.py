@@ -1,0 +1,304 @@
+"""Triton's attention against the formula in float64: every shape, and the faults that other servers' users reported."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from attention_case import TOLERANCE, Case
+from pairs import all_pairs
+
+from bifolio.kernels import paged_attention, plan, triton_attention, using
+from bifolio.kernels.triton_runtime import processors
+
+HALVES = [torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, *HALVES]
+MIXED = [(1, 40), (17, 50), (9, 9), (1, 1), (33, 64)]
+PARAMETERS = {
+    "group": [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24],
+    "d": [32, 64, 72, 80, 96, 112, 128, 160, 192, 256],
+    "p": [8, 16, 32, 48, 64, 128, 256],
+    "dtype": DTYPES,
+    "lens": [[(1, 70), (1, 129)], [(1, 33), (9, 40), (5, 5)], [(20, 100)]],
+    "options": [{}, {"window": 20}, {"causal": False}],
+}
+
+
+def check(case: Case, **options: object) -> None:
+    want, want_lse = case.expected(**options)  # type: ignore[arg-type]
+    out, lse = torch.full_like(case.q, torch.nan), torch.full(case.q.shape[:2], torch.nan)
+    assert case.run(out=out, lse=lse, **options) is out
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=TOLERANCE[case.dtype])
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+
+
+def parts_of(case: Case, **options: object) -> int:
+    """In how many parts the sequences are computed, all together, beyond one for each."""
+    built = plan(case.cu_q, case.seq_lens, case.table)
+    paged_attention(case.q, case.kv, built, **options)  # type: ignore[arg-type]
+    (work,) = built._made.values()
+    return len(work.parts)
+
+
+@pytest.mark.parametrize("values", all_pairs(PARAMETERS), ids=lambda v: "-".join(map(str, v.values())))
+def test_any_two_sizes_together(values: dict[str, object]) -> None:
+    options, group = values.pop("options"), values.pop("group")
+    check(Case(hq=group, hk=1, **values), **options)  # type: ignore[arg-type,operator]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompt_chunks_and_single_tokens_in_one_batch(dtype: torch.dtype) -> None:
+    check(Case(MIXED, dtype=dtype))
+
+
+@pytest.mark.parametrize("p", [8, 16, 48, 64, 256])
+def test_the_block_size_changes_no_bit(p: int) -> None:
+    assert torch.equal(Case([(1, 300), (5, 300)], d=32, p=p).run(), Case([(1, 300), (5, 300)], d=32, p=128).run())
+
+
+def test_rows_of_a_prompt_are_the_same_in_any_chunks() -> None:
+    case = Case([(120, 200)], hq=3, hk=1, d=32)
+    whole = case.run()
+    for cuts in ([0, 7, 120], [0, 40, 41, 100, 120], [0, 119, 120]):
+        for begin, end in pairwise(cuts):
+            lens = torch.tensor([80 + end], dtype=torch.int32)
+            built = plan(torch.tensor([0, end - begin], dtype=torch.int32), lens, case.table)
+            part = paged_attention(case.q[begin:end], case.kv, built)
+            torch.testing.assert_close(part, whole[begin:end], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("processors", [1, 5, 64])
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"sinks": torch.linspace(-2, 3, 3)}, {"causal": False}])
+def test_parts_are_merged_into_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, processors: int, options: dict[str, object]
+) -> None:
+    monkeypatch.setattr(triton_attention, "processors", lambda device: processors)
+    case = Case([(1, 1100), (2, 530), (1, 3), (9, 2100)], hq=3, hk=1, d=32)
+    assert (parts_of(case, **options) > 0) == (processors > 1)
+    check(case, **options)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_parts_of_half_precision_are_as_near(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(triton_attention, "processors", lambda device: 64)
+    case = Case([(1, 2100), (3, 2101)], hq=3, hk=1, d=32, dtype=dtype)
+    assert parts_of(case) > 0
+    check(case)
+
+
+def test_partial_results_that_nobody_wrote_have_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory may hold NaN; a window leaves nothing to see in the early parts of some rows."""
+    empty = torch.empty
+
+    def poisoned(*shape: object, **options: object) -> torch.Tensor:
+        return empty(*shape, **options).fill_(torch.nan)  # type: ignore[call-overload,no-any-return]
+
+    case = Case([(5, 1500), (3, 2), (1, 0)], hq=3, hk=1, d=32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned)
+        got = case.run(window=3), case.run()
+    for result, options in zip(got, ({"window": 3}, {}), strict=True):
+        torch.testing.assert_close(result.double(), case.expected(**options)[0], rtol=0, atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plan_that_is_batch_invariant_gives_a_sequence_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    case = Case([(1, 2100), *[(1, 40)] * 31, (40, 1500)], hq=3, hk=1, d=32, dtype=dtype)
+    together = paged_attention(case.q, case.kv, plan(case.cu_q, case.seq_lens, case.table, batch_invariant=True))
+    for b in (0, 5, 32):
+        rows = slice(int(case.cu_q[b]), int(case.cu_q[b + 1]))
+        cu_q = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
+        built = plan(cu_q, case.seq_lens[b : b + 1], case.table[b : b + 1], batch_invariant=True)
+        assert torch.equal(paged_attention(case.q[rows], case.kv, built), together[rows])
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_a_float8_cache_is_scaled_and_any_other_is_not(dtype: torch.dtype) -> None:
+    case = Case([(3, 20), (1, 100), (40, 40)], dtype=dtype)
+    plain = case.kv
+    case.kv = plain.to(torch.float8_e4m3fn)
+    case.keys = [k.to(torch.float8_e4m3fn).float() * 0.06 for k in case.keys]
+    case.values = [v.to(torch.float8_e4m3fn).float() * 3.0 for v in case.values]
+    got = case.run(k_scale=0.06, v_scale=3.0)
+    torch.testing.assert_close(got.double(), case.expected()[0], rtol=0, atol=3 * TOLERANCE[dtype])
+    case.kv = plain
+    assert torch.equal(case.run(k_scale=0.06, v_scale=3.0), case.run())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 0.3},
+        {"window": 1},
+        {"window": 1000},
+        {"softcap": 2.0},
+        {"sinks": torch.linspace(-2, 3, 6), "window": 5, "softcap": 3.0},
+    ],
+)
+def test_options(options: dict[str, object], dtype: torch.dtype) -> None:
+    check(Case(MIXED, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("cap_of_scores", [1e4, -1e4])
+def test_scores_far_beyond_a_softcap_become_the_cap(cap_of_scores: float) -> None:
+    case = Case([(1, 2)], hq=1, hk=1, d=32)
+    case.q.fill_(cap_of_scores)
+    case.kv[case.table[0, 0].long(), 0, 0, :2] = 1.0
+    lse = torch.zeros(1, 1)
+    assert torch.isfinite(case.run(softcap=50.0, lse=lse)).all()
+    want = torch.tensor(50.0 if cap_of_scores > 0 else -50.0) + torch.tensor(2.0).log()
+    torch.testing.assert_close(lse[0, 0], want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys", [32, 48, 64, 96])
+def test_unused_slots_of_a_last_block_do_not_leak(keys: int, dtype: torch.dtype) -> None:
+    check(Case([(1, keys)], p=128, dtype=dtype))
+
+
+@pytest.mark.parametrize("window", [1, 3, 15, 16, 17, 100])
+def test_slots_before_every_window_do_not_leak(window: int) -> None:
+    case = Case([(1, 200), (3, 141)])
+    for b, (rows, keys) in enumerate(case.lens):
+        for j in range(keys - rows - window + 1):
+            case.kv[case.table[b, j // 16].long(), :, :, j % 16] = torch.nan
+    check(case, window=window)
+
+
+def test_a_table_of_more_blocks_than_the_sequences_have() -> None:
+    case = Case(MIXED)
+    case.table = torch.cat((case.table, torch.full((5, 3), -7, dtype=torch.int32)), dim=1).contiguous()
+    check(case)
+
+
+def test_a_row_that_sees_no_key_gives_zero() -> None:
+    check(Case([(1, 7), (1, 0), (9, 5), (1, 9)]))
+    check(Case([(1, 7), (1, 0), (30, 5), (1, 9)]), window=2)
+    check(Case([(3, 0), (20, 0), (5, 11)]), causal=False)
+
+
+def test_padding_rows_change_no_bit_of_the_others() -> None:
+    alone, padded = Case([(1, 7), (1, 9)]), Case([(1, 7), (1, 0), (1, 9)])
+    padded.kv, padded.table = alone.kv, torch.stack((alone.table[0], alone.table[0] * 0, alone.table[1]))
+    padded.q = torch.stack((alone.q[0], torch.full_like(alone.q[0], torch.nan), alone.q[1]))
+    got, want = padded.run(), alone.run()
+    assert torch.equal(got[[0, 2]], want)
+    assert (got[1] == 0).all()
+
+
+def test_a_row_of_nan_stays_alone_in_its_tile() -> None:
+    case = Case([(6, 30)])
+    want = case.run()
+    case.q[2] = torch.nan
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(case.run()[others], want[others])
+
+
+def test_row_i_sees_the_keys_up_to_its_own_position() -> None:
+    case = Case([(17, 50)], hq=1, hk=1, d=64)
+    for j in range(50):  # V of position j is one-hot: the output lists the weights
+        case.kv[case.table[0, j // 16].long(), 1, 0, j % 16] = torch.eye(64)[j]
+    assert (case.run()[:, 0] > 0).sum(dim=1).tolist() == [33 + i + 1 for i in range(17)]
+
+
+def test_no_sequences_and_no_rows() -> None:
+    assert Case([]).run().shape == (0, 6, 64)
+    check(Case([(0, 5), (1, 5), (0, 0)]))
+
+
+def test_a_chunk_behind_no_prefix_and_one_behind_a_long_one() -> None:
+    check(Case([(128, 128), (128, 428)], hq=2, hk=1, d=32))
+
+
+def test_items_without_work_are_skipped() -> None:
+    """The padding of a CUDA graph: what is not there is not computed and not written."""
+    case = Case([(1, 20), (1, 700)])
+    built = plan(case.cu_q, case.seq_lens, case.table)
+    paged_attention(case.q, case.kv, built)
+    ((key, work),) = built._made.items()
+    (tiles, items), *none = work.launches
+    assert not none
+    padding = torch.full((3, items.shape[1]), -1, dtype=torch.int32)
+    merges = torch.cat((work.merges, torch.full((2, 4), -1, dtype=torch.int32)))
+    launches = ((tiles, torch.cat((items, padding))),)
+    built._made[key] = type(work)(launches, merges, work.parts, work.part_lse)
+    torch.testing.assert_close(paged_attention(case.q, case.kv, built).double(), case.expected()[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [2**20, 276480])
+def test_a_cache_of_more_than_2_to_the_31_numbers(stride: int) -> None:
+    """Only what is touched of its gigabytes is ever given to the process."""
+    case = Case([(1, 20), (5, 40)], hq=2, hk=1, d=32, p=16, dtype=torch.float16)
+    last = 2**31 // stride + 900
+    huge = torch.empty(last * stride + 2 * 16 * 32, dtype=torch.float16)
+    kv = huge.as_strided((last + 1, 2, 1, 16, 32), (stride, 512, 512, 32, 1))
+    for b in range(2):
+        for j, block in enumerate(case.table[b].tolist()):
+            if block:
+                kv[last - block] = case.kv[block]
+                case.table[b, j] = last - block
+    case.kv = kv
+    check(case)
+
+
+def test_block_numbers_of_more_than_16_bits() -> None:
+    case = Case([(1, 40)], hq=1, hk=1, d=32, p=16, dtype=torch.float16)
+    kv = torch.empty(70001, 2, 1, 16, 32, dtype=torch.float16)
+    for j, block in enumerate((65535, 65536, 70000)):
+        kv[block] = case.kv[case.table[0, j].long()]
+        case.table[0, j] = block
+    case.kv = kv
+    check(case)
+
+
+def test_queries_and_results_may_be_slices_of_something_wider() -> None:
+    case = Case(MIXED)
+    want = case.run()
+    for wide in (torch.zeros(len(case.q), 9, 64), torch.zeros(len(case.q), 6, 80)):
+        q, out = wide[:, :6, :64], torch.full_like(wide, 5.0)
+        case.q = q.copy_(case.q)
+        assert torch.equal(case.run(out=out[:, :6, :64]), want)
+        assert (out[:, 6:] == 5).all()
+        assert (out[..., 64:] == 5).all()
+    apart, lse = torch.zeros(len(case.q), 6, 128)[..., ::2], torch.zeros(len(case.q), 12)[:, ::2]
+    assert torch.equal(case.run(out=apart, lse=lse), want)
+    torch.testing.assert_close(lse.double(), case.expected()[1], rtol=0, atol=1e-5)
+
+
+def test_the_work_is_cut_once_for_all_layers() -> None:
+    case = Case(MIXED)
+    built = plan(case.cu_q, case.seq_lens, case.table)
+    for _ in range(3):
+        paged_attention(case.q, case.kv, built)
+    paged_attention(case.q, case.kv, built, window=5)
+    assert len(built._made) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"layout": "packed"}, "layout: packed with the triton kernels; allowed is plain"),
+        ({"exact": True}, "q: on the triton kernels; exact is for the CPU"),
+        ({"window": 0}, "window: 0"),
+        ({"sinks": torch.zeros(2)}, "sinks: shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Case([(2, 20)]).run(**options)
+
+
+def test_query_heads_must_be_a_multiple_of_the_kv_heads() -> None:
+    with pytest.raises(ValueError, match="q: 3 heads; allowed is a multiple of the 2 KV heads"):
+        Case([(2, 20)], hq=3, hk=2).run()
+
+
+def test_torch_can_be_forced() -> None:
+    case = Case(MIXED)
+    with using("torch"):
+        want = case.run(lse=torch.zeros(case.q.shape[:2]))
+    torch.testing.assert_close(case.run(), want, rtol=0, atol=1e-5)
+    assert processors(torch.device("cpu")) == 16

@@ -45,7 +45,7 @@ def use(backend: Backend = "auto") -> str:
     the tensors of a GPU, if there is one. Weights packed before keep their own backend.
 
     "triton" needs a GPU or, for tests and for who has none, TRITON_INTERPRET=1 in the environment: then Triton's
-    interpreter computes, some thousand times slower.
+    interpreter computes, many times slower.
 
     Raises ValueError for a name that is none, was not built or installed, or that cannot run on this machine.
     """
@@ -61,7 +61,7 @@ def use(backend: Backend = "auto") -> str:
         if not (interpreted := _interpreted()) and not torch.cuda.is_available():
             raise ValueError(
                 "triton: there is no GPU; allowed with one, or with TRITON_INTERPRET=1 in the environment, which is "
-                "for tests: it takes some thousand times as long"
+                "for tests: it is many times slower"
             )
         _choice = _Choice(None, twins, interpreted)
         logger.info("kernels: triton%s, as asked", ", interpreted" if interpreted else "")

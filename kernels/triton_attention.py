@@ -69,7 +69,8 @@ def _blocks_at(table, key, keys, end, BLOCK: tl.constexpr, KEYS: tl.constexpr):
     return block
 
 
-@triton.jit
+# Widths of block tables differ from step to step: what depends on one must not be compiled anew
+@triton.jit(do_not_specialize=["table_row"])
 def _attend(
     q,
     kv,

@@ -19,7 +19,7 @@ TOKENS = 128 if INTERPRETED else 4
 NUMBERS = 65536 if INTERPRETED else 4096  # of a program that works row by row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rope_and_write(
     q,
     k,
@@ -81,7 +81,7 @@ def _rope_and_write(
         tl.store(place + kv_half + HALF, tl.load(value + HALF, mask=write, other=0.0), mask=write)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x,
     residual,
@@ -110,7 +110,7 @@ def _rms_norm(
     tl.store(normed + t * SIZE + i, r * scale[:, None] * gain, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _silu_mul(gate_up, out, rows, row, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK numbers of ROWS rows. Grid: (blocks of rows, blocks of numbers)."""
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -143,8 +143,7 @@ def rope_and_write(
     if tokens == 0:
         return out
     q, k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, cos, sin))
-    block = min(TOKENS, triton.next_power_of_2(tokens))
-    _rope_and_write[(triton.cdiv(tokens, block), heads + kv.shape[2])](
+    _rope_and_write[(triton.cdiv(tokens, TOKENS), heads + kv.shape[2])](
         q,
         k,
         v,
@@ -165,8 +164,7 @@ def rope_and_write(
         D=head_dim,
         HALF_PADDED=triton.next_power_of_2(head_dim // 2),
         BLOCK=kv.shape[3],
-        TOKENS=block,
-        num_warps=1 if block < 4 else 4,
+        TOKENS=TOKENS,
     )
     return out
 
@@ -180,8 +178,8 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     x, weight = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous()
     other = x if residual is None else residual if residual.stride(-1) == 1 else residual.contiguous()
     padded = triton.next_power_of_2(size)
-    block = min(max(1, NUMBERS // padded), triton.next_power_of_2(rows)) if INTERPRETED or padded < 512 else 1
-    _rms_norm[(triton.cdiv(rows, block),)](
+    together = max(1, NUMBERS // padded) if INTERPRETED or padded < 512 else 1
+    _rms_norm[(triton.cdiv(rows, together),)](
         x,
         other,
         weight,
@@ -193,7 +191,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         eps,
         SIZE=size,
         SIZE_PADDED=padded,
-        ROWS=block,
+        ROWS=together,
         RESIDUAL=residual is not None,
         num_warps=min(16, max(4, padded // 1024)),
     )

@@ -318,7 +318,7 @@ def test_verify_is_exact_where_float32_is_verified(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--kernels", "sse"), "engine.kernels: got 'sse'; allowed: one of auto, avx512, avx2, generic, torch"),
+        (("--kernels", "sse"), "engine.kernels: got 'sse'; allowed: one of auto, avx512, avx2, generic, triton, torch"),
         (("--quantization", "int4"), "model.quantization: got 'int4'; allowed: "),
         (("--threads", "0"), "engine.threads: got 0; allowed: a whole number, at least 1, at most 256"),
         (("--exact", "--kernels", "torch", "--dtype", "bfloat16"), "engine.exact with engine.kernels torch"),

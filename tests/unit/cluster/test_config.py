@@ -69,6 +69,11 @@ def test_exact_is_never_float16() -> None:
         load(None, {"engine.exact": True, "model.dtype": "float16"})
 
 
+def test_exact_is_never_triton() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.exact with engine\.kernels triton; allowed with exact: native"):
+        load(None, {"engine.exact": True, "engine.kernels": "triton"})
+
+
 @pytest.mark.parametrize("model", [{"model.dtype": "bfloat16"}, {"model.quantization": "int8"}])
 def test_exact_is_float32_in_torch(model: dict[str, str]) -> None:
     assert load(None, {"engine.exact": True, **model}).engine.exact

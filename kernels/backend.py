@@ -67,9 +67,7 @@ def use(backend: Backend = "auto") -> str:
         logger.info("kernels: triton%s, as asked", ", interpreted" if interpreted else "")
         return "triton"
     native = _native(backend)
-    _choice = _Choice(native, _triton_twins() if torch.cuda.is_available() else None)
-    if _choice.triton:
-        logger.info("kernels: triton on the GPU")
+    _choice = _Choice(native, _triton_twins_for_a_gpu())
     return native.isa if native else "torch"
 
 
@@ -87,6 +85,18 @@ def _native(backend: Backend) -> Native | None:
     return native
 
 
+def _triton_twins_for_a_gpu() -> ModuleType | None:
+    if not torch.cuda.is_available():
+        return None
+    try:
+        twins = _triton_twins()
+    except ValueError as error:
+        logger.warning("kernels: torch on the GPU, which is slow: %s", error)
+        return None
+    logger.info("kernels: triton on the GPU")
+    return twins
+
+
 def _triton_twins() -> ModuleType:
     """Imported when it is needed: it takes a second, and triton is not installed everywhere."""
     try:
@@ -94,9 +104,7 @@ def _triton_twins() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise ValueError(
-            "triton: not installed; install bifolio[gpu], or choose engine.kernels: torch, which is slow on GPUs"
-        ) from error
+        raise ValueError("triton: not installed; install bifolio[gpu], or choose engine.kernels: torch") from error
 
 
 def _interpreted() -> bool:

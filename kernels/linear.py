@@ -121,7 +121,7 @@ def _inverse(step: Tensor) -> Tensor:
 def _int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """float32 [T, N]: each 64 inputs of each row rounded to 255 steps of their own. A product of 64 has no more digits
     than float32, so each is exact."""
-    y = torch.zeros(len(x), len(weight))
+    y = torch.zeros(len(x), len(weight), device=x.device)
     for part, w in zip(torch.split(x.float(), SCALED, 1), torch.split(weight, SCALED, 1), strict=True):
         step = part.abs().amax(dim=1, keepdim=True) / 127
         whole = (part * _inverse(step)).round_()

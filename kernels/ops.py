@@ -234,6 +234,8 @@ def sample(
     """
     checks.shape("logits", logits, (None, None), "B, V")
     checks.dtype("logits", logits, (torch.float32,))
+    if logits.shape[1] == 0:
+        raise ValueError(f"logits: shape {list(logits.shape)}; allowed is a vocabulary of at least 1")
     columns = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "uniforms": uniforms}
     for name, x in columns.items():
         checks.shape(name, x, logits.shape[:1], "B")

@@ -109,9 +109,10 @@ def plan(
     seq_lens     int32 [B]      keys of sequence b, the rows of this step included
     block_table  int32 [B, max_blocks]  the block of position p is block_table[b, p // block_size]
     device       where attention is computed; None is where the tensors are. Tensors of the host are copied there, and
-                 nothing waits for the device; those of a device are read back
+                 must stay as they are until the step is done; those of a device are read back, which waits for it
     batch_invariant  a sequence has the same bits alone and in any batch on GPUs too, where that costs some of the speed
-                 of few long sequences; on CPUs it always has
+                 of few long sequences, and up to 64 * HQ * D * 4 bytes for each row of a decoding sequence; on CPUs
+                 it always has
 
     All contiguous, on one device. Reads the lengths on the host. Raises ValueError for a wrong shape, dtype or
     layout, a cu_q that falls and a negative length; `AttentionPlan.check_blocks` looks at the blocks.

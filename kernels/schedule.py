@@ -25,7 +25,7 @@ MERGE = ("row", "first part row", "part rows between two parts", "parts")  # row
 
 # Keys below which a part is not cut smaller: it would cost more to merge than it saves
 DECODE_PART, PREFILL_PART = 256, 1024
-INVARIANT_PART = 512
+INVARIANT_PART, INVARIANT_PARTS = 512, 64  # keys of a part, until there are so many of a sequence: they take memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def schedule(
 
     A sequence whose rows fit into one decode tile is decoded: single tokens, or drafts to verify. Any other is prefill.
     A part is as long as the work divided by what runs at once, so that one long sequence among many short ones is cut
-    and they are not. A sequence that grows never gets fewer parts.
+    and they are not. A sequence that grows, with no window, never gets fewer parts.
 
     batch_invariant  parts depend on the sequence's own length alone: the same bits in any batch
     """
@@ -74,7 +74,7 @@ def schedule(
         if not batch_invariant:
             parts = _even_parts(work.tiles, shortest // tiles.keys, processors * tiles.programs, kv_heads)
         elif shortest == DECODE_PART:
-            parts = work.tiles // (INVARIANT_PART // tiles.keys)
+            parts = np.minimum(work.tiles * tiles.keys // INVARIANT_PART, INVARIANT_PARTS)
         else:
             parts = np.zeros_like(work.tiles)
         parts = np.maximum(parts, 1)

@@ -28,16 +28,16 @@ class Tiles:
 # By architecture and phase: for heads of up to 64, up to 128 and up to 256 dims, 16-bit numbers
 _TABLE: dict[str, dict[Phase, tuple[Tiles, Tiles, Tiles]]] = {
     "sm_80": {
-        "decode": (Tiles(16, 64, 4, 4, 3), Tiles(16, 64, 4, 3, 2), Tiles(16, 32, 4, 3, 2)),
-        "prefill": (Tiles(128, 64, 8, 3, 1), Tiles(128, 32, 8, 3, 1), Tiles(64, 32, 8, 2, 1)),
+        "decode": (Tiles(16, 64, 4, 4, 3), Tiles(16, 32, 4, 4, 3), Tiles(16, 32, 4, 3, 2)),
+        "prefill": (Tiles(128, 64, 8, 3, 1), Tiles(64, 32, 4, 3, 2), Tiles(64, 32, 8, 2, 1)),
     },
     # 128 rows: HGMMA takes 64 of each four warps
     "sm_90": {
-        "decode": (Tiles(16, 64, 4, 4, 4), Tiles(16, 64, 4, 3, 3), Tiles(16, 32, 4, 3, 3)),
+        "decode": (Tiles(16, 64, 4, 4, 4), Tiles(16, 32, 4, 4, 4), Tiles(16, 32, 4, 3, 3)),
         "prefill": (Tiles(128, 64, 8, 3, 2), Tiles(128, 64, 8, 3, 1), Tiles(128, 32, 8, 2, 1)),
     },
     "sm_100": {
-        "decode": (Tiles(16, 64, 4, 4, 4), Tiles(16, 64, 4, 3, 3), Tiles(16, 32, 4, 3, 3)),
+        "decode": (Tiles(16, 64, 4, 4, 4), Tiles(16, 32, 4, 4, 4), Tiles(16, 32, 4, 3, 3)),
         "prefill": (Tiles(128, 64, 8, 3, 2), Tiles(128, 64, 8, 2, 1), Tiles(128, 32, 8, 2, 1)),
     },
     "gfx942": {

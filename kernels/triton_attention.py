@@ -24,10 +24,15 @@ from .layout import Layout
 from .plan import AttentionPlan
 from .schedule import ITEM, MERGE, schedule
 from .tiles import PHASES, Tiles, tiles
-from .triton_runtime import architecture, processors
+from .triton_runtime import architecture, current, processors
 
 LOG2_E = 1.4426950408889634
 PARTS_AT_ONCE = 16
+FARTHEST = 2**30  # keys back: positions are 32-bit numbers
+NO_FLOAT8 = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_87")
+TABLES = ["block_table", "cu_q", "items", "merges", "seq_lens"]
+# Stands for the maximum of a row that has seen nothing: exp2(-inf - LEAST) is 0, where -inf - -inf would be NaN
+LEAST = tl.constexpr(-3.4e38)
 ITEM_FIELDS = tl.constexpr(len(ITEM))
 MERGE_FIELDS = tl.constexpr(len(MERGE))
 
@@ -37,22 +42,22 @@ def _scores(q, k, scale, SOFTCAP: tl.constexpr):
     """q k^T in base 2: [rows, keys]."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP > 0:
-        # |tanh(x)| = (1 - e) / (1 + e) with e = exp(-2 |x|), which overflows nowhere; scale holds log2(e) already
-        x = s * (scale / SOFTCAP)
-        e = tl.math.exp2(-2.0 * tl.abs(x))
-        s = tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e) * (SOFTCAP * 1.4426950408889634)
+        # |tanh(x)| = (1 - e) / (1 + e) with e = exp(-2 |x|), which overflows nowhere, but cancels near 0; there it is
+        # x - x^3 / 3. scale holds log2(e) already
+        x = s * (scale * (0.6931471805599453 / SOFTCAP))
+        e = tl.math.exp2(tl.abs(x) * -2.8853900817779268)
+        t = tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e)
+        s = tl.where(tl.abs(x) < 0.04, x - x * x * x / 3.0, t) * (SOFTCAP * 1.4426950408889634)
     else:
         s = s * scale
     return s
 
 
 @triton.jit
-def _absorb(s, v, top, total, mixed, MASKED: tl.constexpr):
+def _absorb(s, v, top, total, mixed):
     """One step of the online softmax: scores s [rows, keys] and their V join the maximum, the sum and the output."""
     grown = tl.maximum(top, tl.max(s, 1))
-    base = grown
-    if MASKED:  # a row that has seen nothing: exp2(-inf - 0) = 0, where -inf - -inf would be NaN
-        base = tl.where(grown == float("-inf"), 0.0, grown)
+    base = tl.maximum(grown, LEAST)
     weights = tl.math.exp2(s - base[:, None])
     shrink = tl.math.exp2(top - base)
     mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
@@ -69,8 +74,8 @@ def _blocks_at(table, key, keys, end, BLOCK: tl.constexpr, KEYS: tl.constexpr):
     return block
 
 
-# Widths of block tables differ from step to step: what depends on one must not be compiled anew
-@triton.jit(do_not_specialize=["table_row"])
+# The width of the block table and the place of the items differ from step to step: nothing is to be compiled anew
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=TABLES)
 def _attend(
     q,
     kv,
@@ -108,9 +113,10 @@ def _attend(
     LSE: tl.constexpr,
     FLOAT8: tl.constexpr,
 ):
-    """One item of one KV head. Grid: (items, KV heads)."""
-    item = items + tl.program_id(0) * ITEM_FIELDS
-    group = tl.program_id(1)
+    """One item of one KV head. Grid: items x KV heads, all heads of an item before those of the next, shorter one."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    item = items + tl.program_id(0) // KV_HEADS * ITEM_FIELDS
+    group = tl.program_id(0) % KV_HEADS
     sequence = tl.load(item)
     if sequence < 0:
         return
@@ -131,7 +137,7 @@ def _attend(
     token = (start + row).to(tl.int64)
     in_head = d < D
     query = tl.load(
-        q + token[:, None] * q_row + head[:, None] * q_head + d[None, :],
+        q + token[:, None] * q_row + head.to(tl.int64)[:, None] * q_head + d[None, :],
         mask=live[:, None] & in_head[None, :],
         other=0.0,
     )
@@ -169,7 +175,7 @@ def _attend(
             v = tl.load(v_head + at[:, None] + d[None, :], mask=in_head[None, :], other=0.0)
         block = _blocks_at(table, key + KEYS, keys, clear_end, BLOCK, KEYS)
         s = _scores(query, k.to(query.dtype), scale, SOFTCAP)
-        top, total, mixed = _absorb(s, v.to(query.dtype), top, total, mixed, False)
+        top, total, mixed = _absorb(s, v.to(query.dtype), top, total, mixed)
 
     # the tiles before and after, where each row sees what it may; what none sees is not even loaded: 0 * NaN is NaN
     before = clear - first_key
@@ -187,7 +193,7 @@ def _attend(
         if WINDOW > 0:
             seen = seen & (edge[None, :] > at_row[:, None] - WINDOW)
         s = tl.where(seen, _scores(query, k.to(query.dtype), scale, SOFTCAP), float("-inf"))
-        top, total, mixed = _absorb(s, v.to(query.dtype), top, total, mixed, True)
+        top, total, mixed = _absorb(s, v.to(query.dtype), top, total, mixed)
 
     if SINKS:  # once for all keys: a part leaves it to the merge
         sink = tl.load(sinks + head, mask=live & (part < 0), other=float("-inf")).to(tl.float32) * 1.4426950408889634
@@ -203,7 +209,7 @@ def _attend(
         tl.store(parts + part_row[:, None] * D + d[None, :], found, mask=mask)
         tl.store(part_lse + part_row, log_sum, mask=live)
     else:
-        tl.store(out + token[:, None] * out_row + head[:, None] * out_head + d[None, :], found, mask=mask)
+        tl.store(out + token[:, None] * out_row + head.to(tl.int64)[:, None] * out_head + d[None, :], found, mask=mask)
         if LSE:
             tl.store(lse + token * HEADS + head, log_sum * 0.6931471805599453, mask=live)
 
@@ -218,12 +224,12 @@ def _or_one(total):
 def _join(top, total, score):
     """A maximum and a sum take in one more score; what was mixed so far is to shrink by the third."""
     grown = tl.maximum(top, score)
-    base = tl.where(grown == float("-inf"), 0.0, grown)
+    base = tl.maximum(grown, LEAST)
     shrink = tl.math.exp2(top - base)
     return grown, total * shrink + tl.math.exp2(score - base), shrink
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def _combine(
     out,
     lse,
@@ -246,7 +252,7 @@ def _combine(
     lse): the online softmax again, by parts instead of keys.
     """
     merge = merges + tl.program_id(0) * MERGE_FIELDS
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     token = tl.load(merge).to(tl.int64)
     if token < 0:
         return
@@ -262,7 +268,7 @@ def _combine(
         place = (first + (begin + i) * step).to(tl.int64) * HEADS + head
         found = tl.load(part_lse + place, mask=there, other=float("-inf"))
         grown = tl.maximum(top, tl.max(found, 0))
-        base = tl.where(grown == float("-inf"), 0.0, grown)
+        base = tl.maximum(grown, LEAST)
         weights = tl.math.exp2(found - base)
         shrink = tl.math.exp2(top - base)
         part = tl.load(parts + place[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
@@ -307,12 +313,16 @@ def paged_attention(
 ) -> None:
     """Fill `out` (and `lse`). The contract stands at `ops.paged_attention`, which has checked everything else.
 
-    Raises ValueError for a packed cache: that layout is the CPU's.
+    Raises ValueError for a packed cache, which is the CPU's, and for float8 where the GPU cannot convert it.
     """
+    where = architecture(q.device)
+    if kv.dtype != q.dtype and where in NO_FLOAT8:
+        raise ValueError(f"kv: dtype {kv.dtype} on {where}; allowed is {q.dtype}, or float8 from sm_89 on")
     if layout != "plain":
         raise ValueError(f"layout: {layout} with the triton kernels; allowed is plain")
     heads, head_dim = q.shape[1:]
     kv_heads, block_size = kv.shape[2:4]
+    window = None if window is None else min(window, FARTHEST)
     work = plan.once(
         ("triton", heads, kv_heads, head_dim, q.dtype, causal, window),
         lambda: _work(q, kv_heads, plan, causal, window),
@@ -326,37 +336,40 @@ def paged_attention(
         "SINKS": sinks is not None,
         "LSE": lse is not None,
     }
-    results = (into, log_sums, work.parts, work.part_lse, q if sinks is None else sinks)
-    for shape, items in work.launches:
-        _attend[(len(items), kv_heads)](
-            q,
-            kv,
-            *results,
-            plan.cu_q,
-            plan.seq_lens,
-            plan.block_table,
-            items,
-            scale * k_scale * LOG2_E,
-            v_scale,
-            *q.stride()[:2],
-            *into.stride()[:2],
-            *kv.stride()[:3],
-            plan.block_table.stride(0),
-            GROUP=heads // kv_heads,
-            BLOCK=block_size,
-            ROWS=shape.rows,
-            KEYS=shape.keys,
-            STAGES=shape.stages,
-            CAUSAL=causal,
-            WINDOW=window or 0,
-            SOFTCAP=softcap or 0.0,
-            FLOAT8=kv.dtype != q.dtype,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
-            **common,
-        )
-    if len(work.merges):
-        _combine[(len(work.merges), heads)](*results, work.merges, *into.stride()[:2], PARTS=PARTS_AT_ONCE, **common)
+    results = (into, log_sums, work.parts, work.part_lse, q if sinks is None else sinks.contiguous())
+    with current(q.device):
+        for shape, items in work.launches:
+            _attend[(len(items) * kv_heads,)](
+                q,
+                kv,
+                *results,
+                plan.cu_q,
+                plan.seq_lens,
+                plan.block_table,
+                items,
+                scale * k_scale * LOG2_E,
+                v_scale,
+                *q.stride()[:2],
+                *into.stride()[:2],
+                *kv.stride()[:3],
+                plan.block_table.stride(0),
+                GROUP=heads // kv_heads,
+                BLOCK=block_size,
+                ROWS=shape.rows,
+                KEYS=shape.keys,
+                STAGES=shape.stages,
+                CAUSAL=causal,
+                WINDOW=window or 0,
+                SOFTCAP=softcap or 0.0,
+                FLOAT8=kv.dtype != q.dtype,
+                num_warps=shape.warps,
+                num_stages=shape.stages,
+                **common,
+            )
+        if len(work.merges):
+            _combine[(len(work.merges), heads)](
+                *results, work.merges, *into.stride()[:2], PARTS=PARTS_AT_ONCE, **common
+            )
     if into is not out:
         out.copy_(into)
     if lse is not None and log_sums is not lse:

@@ -5,16 +5,22 @@ Triton reads that variable when a kernel is defined, so it holds for the whole p
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 
 import torch
 import triton
 
-from .interpreter import repair
-
 INTERPRETED: bool = triton.knobs.runtime.interpret
 if INTERPRETED:
+    from .interpreter import repair
+
     repair()
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Kernels are launched on the current device, wherever their tensors are: this makes it theirs."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @cache

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_runtime import INTERPRETED
+from .triton_runtime import INTERPRETED, current
 
 # The interpreter pays by the operation. More pivots or fewer warps would spill registers, on gfx942 first
 BLOCK = 65536 if INTERPRETED else 4096
@@ -189,9 +189,10 @@ def sample(
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         block = min(BLOCK, triton.next_power_of_2(vocabulary))
-        _sample[(rows,)](
-            ids, logits, settings, vocabulary, logits.stride(0), BLOCK=block, PIVOTS=PIVOTS, num_warps=WARPS
-        )
+        with current(logits.device):
+            _sample[(rows,)](
+                ids, logits, settings, vocabulary, logits.stride(0), BLOCK=block, PIVOTS=PIVOTS, num_warps=WARPS
+            )
     if bool((ids < 0).any()):
         raise ValueError("logits: a row that holds NaN or +inf, or nothing but -inf; allowed is none of these")
     return ids

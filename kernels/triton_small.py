@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Layout
-from .triton_runtime import INTERPRETED
+from .triton_runtime import INTERPRETED, current
 
 # The interpreter pays by the operation: there one program takes many rows
-TOKENS = 128 if INTERPRETED else 4
+TOKENS = 128 if INTERPRETED else 32
 NUMBERS = 65536 if INTERPRETED else 4096  # of a program that works row by row
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_and_write(
     q,
     k,
@@ -49,7 +49,7 @@ def _rope_and_write(
     TOKENS: tl.constexpr,
 ):
     """One head of TOKENS tokens. Grid: (blocks of tokens, query heads + KV heads)."""
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = D // 2
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     i = tl.arange(0, HALF_PADDED)[None, :]
@@ -67,7 +67,7 @@ def _rope_and_write(
         tl.store(target, a * c - b * s, mask=mask)
         tl.store(target + HALF, b * c + a * s, mask=mask)
     else:
-        kv_index = (head - HEADS).to(tl.int64)
+        kv_index = head - HEADS
         slot = tl.load(slots + t, mask=there, other=-1)[:, None]
         write = mask & (slot >= 0)
         key = k + row * k_row + kv_index * k_head + i
@@ -120,7 +120,7 @@ def _silu_mul(gate_up, out, rows, row, SIZE: tl.constexpr, ROWS: tl.constexpr, B
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + SIZE, mask=mask, other=0.0).to(tl.float32)
     e = tl.exp(-tl.abs(gate))  # sigmoid(x) = 1 / (1 + e) or e / (1 + e): e overflows nowhere
-    tl.store(out + t * SIZE + i, gate * up * tl.where(gate < 0, e, 1.0) / (1.0 + e), mask=mask)
+    tl.store(out + t * SIZE + i, gate * (tl.where(gate < 0, e, 1.0) / (1.0 + e)) * up, mask=mask)
 
 
 def rope_and_write(
@@ -143,29 +143,30 @@ def rope_and_write(
     if tokens == 0:
         return out
     q, k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, cos, sin))
-    _rope_and_write[(triton.cdiv(tokens, TOKENS), heads + kv.shape[2])](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        positions.contiguous(),
-        slots.contiguous(),
-        kv,
-        out,
-        tokens,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        cos.stride(0),
-        sin.stride(0),
-        *kv.stride()[:3],
-        HEADS=heads,
-        D=head_dim,
-        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
-        BLOCK=kv.shape[3],
-        TOKENS=TOKENS,
-    )
+    with current(q.device):
+        _rope_and_write[(triton.cdiv(tokens, TOKENS), heads + kv.shape[2])](
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            positions.contiguous(),
+            slots.contiguous(),
+            kv,
+            out,
+            tokens,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            cos.stride(0),
+            sin.stride(0),
+            *kv.stride()[:3],
+            HEADS=heads,
+            D=head_dim,
+            HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+            BLOCK=kv.shape[3],
+            TOKENS=TOKENS,
+        )
     return out
 
 
@@ -179,22 +180,23 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     other = x if residual is None else residual if residual.stride(-1) == 1 else residual.contiguous()
     padded = triton.next_power_of_2(size)
     together = max(1, NUMBERS // padded) if INTERPRETED or padded < 512 else 1
-    _rms_norm[(triton.cdiv(rows, together),)](
-        x,
-        other,
-        weight,
-        normed,
-        grown,
-        rows,
-        x.stride(0),
-        other.stride(0),
-        eps,
-        SIZE=size,
-        SIZE_PADDED=padded,
-        ROWS=together,
-        RESIDUAL=residual is not None,
-        num_warps=min(16, max(4, padded // 1024)),
-    )
+    with current(x.device):
+        _rms_norm[(triton.cdiv(rows, together),)](
+            x,
+            other,
+            weight,
+            normed,
+            grown,
+            rows,
+            x.stride(0),
+            other.stride(0),
+            eps,
+            SIZE=size,
+            SIZE_PADDED=padded,
+            ROWS=together,
+            RESIDUAL=residual is not None,
+            num_warps=min(16, max(4, padded // 1024)),
+        )
     return normed, grown
 
 
@@ -207,5 +209,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     block = min(1024, triton.next_power_of_2(size))
     together = NUMBERS // block if INTERPRETED else 1
     grid = (triton.cdiv(rows, together), triton.cdiv(size, block))
-    _silu_mul[grid](gate_up, out, rows, gate_up.stride(0), SIZE=size, ROWS=together, BLOCK=block)
+    with current(gate_up.device):
+        _silu_mul[grid](gate_up, out, rows, gate_up.stride(0), SIZE=size, ROWS=together, BLOCK=block)
     return out

@@ -103,6 +103,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     one = torch.ones(1)
     with pytest.raises(ValueError, match="logits: dtype"):
         sample(torch.zeros(1, 4).bfloat16(), one, one, one, one, one.double())
+    with pytest.raises(ValueError, match=r"logits: shape \[1, 0\].*at least 1"):
+        sample(torch.zeros(1, 0), one, one, one, one, one.double())
     with pytest.raises(ValueError, match="uniforms: dtype"):
         sample(torch.zeros(1, 4), one, one, one, one, one)
     with pytest.raises(ValueError, match="top_p: shape"):

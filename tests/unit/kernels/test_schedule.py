@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bifolio.kernels.schedule import INVARIANT_PART, Schedule, schedule
+from bifolio.kernels.schedule import INVARIANT_PART, INVARIANT_PARTS, Schedule, schedule
 from bifolio.kernels.tiles import Tiles
 
 DECODE, PREFILL = Tiles(16, 64, 4, 4, 4), Tiles(128, 64, 8, 3, 1)
@@ -125,6 +125,10 @@ def test_a_full_device_merges_nothing() -> None:
 
 def test_a_short_chunk_behind_a_long_prefix_is_cut_too() -> None:
     assert parts(cut([(17, 16384)]), 0) > 8
+
+
+def test_batch_invariant_parts_of_the_longest_are_limited() -> None:
+    assert len(cut([(1, 10**6)], batch_invariant=True).decode) == INVARIANT_PARTS
 
 
 @pytest.mark.parametrize("others", [0, 1, 31, 500])

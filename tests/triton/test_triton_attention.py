@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from itertools import pairwise
 
 import pytest
@@ -89,13 +91,14 @@ def test_parts_of_half_precision_are_as_near(monkeypatch: pytest.MonkeyPatch, dt
 
 
 def test_partial_results_that_nobody_wrote_have_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory may hold NaN; a window leaves nothing to see in the early parts of some rows."""
+    """Fresh memory may hold NaN."""
     empty = torch.empty
 
     def poisoned(*shape: object, **options: object) -> torch.Tensor:
         return empty(*shape, **options).fill_(torch.nan)  # type: ignore[call-overload,no-any-return]
 
     case = Case([(5, 1500), (3, 2), (1, 0)], hq=3, hk=1, d=32)
+    assert parts_of(case) > 0
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
         got = case.run(window=3), case.run()
@@ -229,12 +232,13 @@ def test_items_without_work_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("stride", [2**20, 276480])
-def test_a_cache_of_more_than_2_to_the_31_numbers(stride: int) -> None:
+@pytest.mark.parametrize("p", [16, 64])
+def test_a_cache_of_more_than_2_to_the_31_numbers(p: int, stride: int) -> None:
     """Only what is touched of its gigabytes is ever given to the process."""
-    case = Case([(1, 20), (5, 40)], hq=2, hk=1, d=32, p=16, dtype=torch.float16)
+    case = Case([(1, 150), (5, 140)], hq=2, hk=1, d=32, p=p, dtype=torch.float16)
     last = 2**31 // stride + 900
-    huge = torch.empty(last * stride + 2 * 16 * 32, dtype=torch.float16)
-    kv = huge.as_strided((last + 1, 2, 1, 16, 32), (stride, 512, 512, 32, 1))
+    huge = torch.empty(last * stride + 2 * p * 32, dtype=torch.float16)
+    kv = huge.as_strided((last + 1, 2, 1, p, 32), (stride, p * 32, p * 32, 32, 1))
     for b in range(2):
         for j, block in enumerate(case.table[b].tolist()):
             if block:
@@ -245,9 +249,9 @@ def test_a_cache_of_more_than_2_to_the_31_numbers(stride: int) -> None:
 
 
 def test_block_numbers_of_more_than_16_bits() -> None:
-    case = Case([(1, 40)], hq=1, hk=1, d=32, p=16, dtype=torch.float16)
+    case = Case([(1, 140)], hq=1, hk=1, d=32, p=16, dtype=torch.float16)
     kv = torch.empty(70001, 2, 1, 16, 32, dtype=torch.float16)
-    for j, block in enumerate((65535, 65536, 70000)):
+    for j, block in enumerate((65535, 65536, 70000, *range(66000, 66006))):
         kv[block] = case.kv[case.table[0, j].long()]
         case.table[0, j] = block
     case.kv = kv
@@ -266,6 +270,63 @@ def test_queries_and_results_may_be_slices_of_something_wider() -> None:
     apart, lse = torch.zeros(len(case.q), 6, 128)[..., ::2], torch.zeros(len(case.q), 12)[:, ::2]
     assert torch.equal(case.run(out=apart, lse=lse), want)
     torch.testing.assert_close(lse.double(), case.expected()[1], rtol=0, atol=1e-5)
+
+
+def test_heads_that_lie_far_apart() -> None:
+    case = Case([(3, 40), (1, 9)], hq=4, hk=2, d=32, dtype=torch.float16)
+    far = torch.empty(3 * 2**30 + 4 * 32, dtype=torch.float16).as_strided((4, 4, 32), (32, 2**30, 1))
+    want, case.q = case.run(), far.copy_(case.q)
+    assert torch.equal(case.run(), want)
+    assert torch.equal(case.run(out=torch.empty_strided((4, 4, 32), far.stride(), dtype=torch.float16)), want)
+
+
+@pytest.mark.parametrize(
+    "sinks", [torch.linspace(-2, 3, 8)[::2], torch.tensor([1.5]).expand(4), torch.randn(4, 3)[:, 1]]
+)
+def test_sinks_may_have_gaps_between_them(sinks: torch.Tensor) -> None:
+    check(Case([(1, 20), (9, 70)], hq=4, hk=2), sinks=sinks)
+
+
+def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "PARTS_AT_ONCE", 2)
+    monkeypatch.setattr(triton_attention, "processors", lambda device: 64)
+    case = Case([(1, 1400), (1, 700)], hq=3, hk=1, d=32)
+    assert parts_of(case) == 5 + 2
+    check(case)
+
+
+def test_parts_in_which_nothing_was_seen_weigh_nothing() -> None:
+    """No schedule of today makes one; a merge must not depend on that."""
+    lse = torch.tensor([-torch.inf, -torch.inf, 2.0, -torch.inf, 3.0, -torch.inf, -torch.inf])[:, None]
+    parts = torch.arange(7.0)[:, None, None].expand(7, 1, 32).contiguous()
+    out, out_lse = torch.full((2, 1, 32), torch.nan), torch.zeros(2, 1)
+    merges = torch.tensor([[0, 0, 1, 5], [1, 5, 1, 2]], dtype=torch.int32)
+    triton_attention._combine[(2, 1)](
+        *(out, out_lse, parts, lse, out, merges, 32, 32),
+        HEADS=1, D=32, D_PADDED=32, PARTS=2, SINKS=False, LSE=True,
+    )  # fmt: skip
+    torch.testing.assert_close(out[0], torch.full((1, 32), (4 * 2 + 8 * 4) / 12))
+    assert (out[1] == 0).all()
+    torch.testing.assert_close(out_lse[:, 0], torch.tensor([math.log(12), -math.inf]))
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, sys.maxsize])
+def test_a_window_may_be_longer_than_positions_can_be(window: int) -> None:
+    case = Case([(9, 5), (3, 200)], hq=2, hk=1, d=32)
+    assert torch.equal(case.run(window=window), case.run(window=10_000))
+
+
+@pytest.mark.parametrize("softcap", [50.0, 1e3, 1e5])
+def test_a_softcap_that_is_far_away_changes_little(softcap: float) -> None:
+    check(Case([(1, 20), (9, 150)], hq=2, hk=1), softcap=softcap)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, at unused rows of the tile
+def test_scores_of_minus_infinity_count_as_unseen() -> None:
+    case = Case([(1, 130)], hq=1, hk=1, d=32)
+    case.q.fill_(1.0)
+    case.kv[:, 0] = -torch.inf
+    assert (case.run() == 0).all()
 
 
 def test_the_work_is_cut_once_for_all_layers() -> None:

@@ -42,10 +42,26 @@ def test_without_a_gpu_and_the_interpreter_the_error_says_what_to_do() -> None:
     assert "ValueError: triton: there is no GPU; allowed with one, or with TRITON_INTERPRET=1" in found.stderr
 
 
-def test_where_triton_is_not_installed_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str, package: str | None = None) -> None:
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
     monkeypatch.setattr(backend.importlib, "import_module", missing)
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_where_triton_is_not_installed_the_error_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"triton: not installed; install bifolio\[gpu\]"):
         use("triton")
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_a_gpu_without_triton_is_a_warning_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with using("auto") as chosen:
+        assert chosen != "triton"
+        assert backend.twins_for(torch.empty(1, device="meta")) is torch_twins
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

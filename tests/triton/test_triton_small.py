@@ -89,6 +89,11 @@ def test_a_large_gate_is_open_or_shut(gate: float) -> None:
     torch.testing.assert_close(got, torch.tensor([[max(gate, 0.0)]]), rtol=1e-6, atol=1e-6)
 
 
+def test_what_is_shut_stays_shut_however_large_the_other_half() -> None:
+    got = silu_mul(torch.tensor([[-200.0, -95.0, 1e37, 1e37]]))
+    torch.testing.assert_close(got, torch.tensor([[0.0, -95.0 * math.exp(-95) * 1e37]]), rtol=1e-4, atol=1e-30)
+
+
 def test_a_row_of_nan_is_no_business_of_the_others() -> None:
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
     want = rms_norm(x, None, torch.ones(16), 1e-5)[0], silu_mul(x)

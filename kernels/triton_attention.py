@@ -26,7 +26,8 @@ from .schedule import ITEM, MERGE, schedule
 from .tiles import PHASES, Tiles, tiles
 from .triton_runtime import architecture, current, processors
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 PARTS_AT_ONCE = 16
 FARTHEST = 2**30  # keys back: positions are 32-bit numbers
 NO_FLOAT8 = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_87")
@@ -44,10 +45,10 @@ def _scores(q, k, scale, SOFTCAP: tl.constexpr):
     if SOFTCAP > 0:
         # |tanh(x)| = (1 - e) / (1 + e) with e = exp(-2 |x|), which overflows nowhere, but cancels near 0; there it is
         # x - x^3 / 3. scale holds log2(e) already
-        x = s * (scale * (0.6931471805599453 / SOFTCAP))
-        e = tl.math.exp2(tl.abs(x) * -2.8853900817779268)
+        x = s * (scale * (LN_2 / SOFTCAP))
+        e = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2_E))
         t = tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e)
-        s = tl.where(tl.abs(x) < 0.04, x - x * x * x / 3.0, t) * (SOFTCAP * 1.4426950408889634)
+        s = tl.where(tl.abs(x) < 0.04, x - x * x * x / 3.0, t) * (SOFTCAP * LOG2_E)
     else:
         s = s * scale
     return s
@@ -196,7 +197,7 @@ def _attend(
         top, total, mixed = _absorb(s, v.to(query.dtype), top, total, mixed)
 
     if SINKS:  # once for all keys: a part leaves it to the merge
-        sink = tl.load(sinks + head, mask=live & (part < 0), other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + head, mask=live & (part < 0), other=float("-inf")).to(tl.float32) * LOG2_E
         top, total, shrink = _join(top, total, sink)
         mixed = mixed * shrink[:, None]
     if FLOAT8:
@@ -211,7 +212,7 @@ def _attend(
     else:
         tl.store(out + token[:, None] * out_row + head.to(tl.int64)[:, None] * out_head + d[None, :], found, mask=mask)
         if LSE:
-            tl.store(lse + token * HEADS + head, log_sum * 0.6931471805599453, mask=live)
+            tl.store(lse + token * HEADS + head, log_sum * LN_2, mask=live)
 
 
 @triton.jit
@@ -276,12 +277,12 @@ def _combine(
         total = total * shrink + tl.sum(weights, 0)
         top = grown
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         top, total, shrink = _join(top, total, sink)
         mixed = mixed * shrink
     tl.store(out + token * out_row + head * out_head + d, mixed / _or_one(total), mask=d < D)
     if LSE:
-        natural = (top + tl.math.log2(_or_one(total))) * 0.6931471805599453
+        natural = (top + tl.math.log2(_or_one(total))) * LN_2
         tl.store(lse + token * HEADS + head + tl.arange(0, 1), natural)
 
 
@@ -347,7 +348,7 @@ def paged_attention(
                 plan.seq_lens,
                 plan.block_table,
                 items,
-                scale * k_scale * LOG2_E,
+                scale * k_scale * LOG2_E.value,
                 v_scale,
                 *q.stride()[:2],
                 *into.stride()[:2],

@@ -27,7 +27,7 @@ demo: .venv/.installed $(NATIVE)
 	@$(BIN)/bifolio demo
 
 test: unit
-	$(IN_PARALLEL) tests/triton
+	$(IN_PARALLEL) tests/interpreted
 	$(BIN)/pytest tests/native tests/packaging tests/cluster
 
 unit: dev $(NATIVE)

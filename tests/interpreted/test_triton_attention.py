@@ -9,6 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_case import TOLERANCE, Case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pairs import all_pairs
 
 from bifolio.kernels import paged_attention, plan, triton_attention, using
@@ -60,15 +62,28 @@ def test_the_block_size_changes_no_bit(p: int) -> None:
     assert torch.equal(Case([(1, 300), (5, 300)], d=32, p=p).run(), Case([(1, 300), (5, 300)], d=32, p=128).run())
 
 
-def test_rows_of_a_prompt_are_the_same_in_any_chunks() -> None:
-    case = Case([(120, 200)], hq=3, hk=1, d=32)
-    whole = case.run()
-    for cuts in ([0, 7, 120], [0, 40, 41, 100, 120], [0, 119, 120]):
-        for begin, end in pairwise(cuts):
-            lens = torch.tensor([80 + end], dtype=torch.int32)
-            built = plan(torch.tensor([0, end - begin], dtype=torch.int32), lens, case.table)
-            part = paged_attention(case.q[begin:end], case.kv, built)
-            torch.testing.assert_close(part, whole[begin:end], rtol=0, atol=2e-6)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 150),
+    prefix=st.integers(0, 1200),
+    cuts=st.sets(st.integers(1, 149), max_size=4),
+    p=st.sampled_from([8, 16, 48, 64, 256]),
+    processors=st.sampled_from([1, 4, 64]),
+    window=st.none() | st.integers(1, 1300),
+)
+def test_rows_are_the_same_in_any_chunks_parts_and_blocks(
+    rows: int, prefix: int, cuts: set[int], p: int, processors: int, window: int | None
+) -> None:
+    lens = [(rows, prefix + rows)]
+    whole = Case(lens, hq=3, hk=1, d=32, p=128).run(window=window)
+    case = Case(lens, hq=3, hk=1, d=32, p=p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "processors", lambda device: processors)
+        for begin, end in pairwise(sorted({0, rows} | {cut for cut in cuts if cut < rows})):
+            seen = torch.tensor([prefix + end], dtype=torch.int32)
+            built = plan(torch.tensor([0, end - begin], dtype=torch.int32), seen, case.table)
+            part = paged_attention(case.q[begin:end], case.kv, built, window=window)
+            torch.testing.assert_close(part, whole[begin:end], rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("processors", [1, 5, 64])
@@ -237,8 +252,8 @@ def test_a_cache_of_more_than_2_to_the_31_numbers(p: int, stride: int) -> None:
     """Only what is touched of its gigabytes is ever given to the process."""
     case = Case([(1, 150), (5, 140)], hq=2, hk=1, d=32, p=p, dtype=torch.float16)
     last = 2**31 // stride + 900
-    huge = torch.empty(last * stride + 2 * p * 32, dtype=torch.float16)
-    kv = huge.as_strided((last + 1, 2, 1, p, 32), (stride, p * 32, p * 32, 32, 1))
+    huge = torch.empty(2**31 + last * stride + 2 * p * 32, dtype=torch.float16)
+    kv = huge.as_strided((last + 1, 2, 1, p, 32), (stride, p * 32, p * 32, 32, 1), storage_offset=2**31)
     for b in range(2):
         for j, block in enumerate(case.table[b].tolist()):
             if block:
@@ -261,7 +276,7 @@ def test_block_numbers_of_more_than_16_bits() -> None:
 def test_queries_and_results_may_be_slices_of_something_wider() -> None:
     case = Case(MIXED)
     want = case.run()
-    for wide in (torch.zeros(len(case.q), 9, 64), torch.zeros(len(case.q), 6, 80)):
+    for wide in (torch.full((len(case.q), 9, 64), torch.nan), torch.full((len(case.q), 6, 80), torch.nan)):
         q, out = wide[:, :6, :64], torch.full_like(wide, 5.0)
         case.q = q.copy_(case.q)
         assert torch.equal(case.run(out=out[:, :6, :64]), want)
@@ -270,6 +285,14 @@ def test_queries_and_results_may_be_slices_of_something_wider() -> None:
     apart, lse = torch.zeros(len(case.q), 6, 128)[..., ::2], torch.zeros(len(case.q), 12)[:, ::2]
     assert torch.equal(case.run(out=apart, lse=lse), want)
     torch.testing.assert_close(lse.double(), case.expected()[1], rtol=0, atol=1e-5)
+
+
+def test_what_lies_beside_a_head_has_no_influence() -> None:
+    """A head of 72 is computed as one of 128."""
+    case = Case(MIXED, d=72)
+    want = case.run()
+    case.q = torch.full((len(case.q), 6, 128), torch.nan)[..., :72].copy_(case.q)
+    assert torch.equal(case.run(), want)
 
 
 def test_heads_that_lie_far_apart() -> None:

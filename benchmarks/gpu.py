@@ -8,7 +8,7 @@
 device    what it is: versions, clocks, driver
 parity    each public kernel against its torch twin in float32, and bits that shall be equal
 ceilings  a device copy, a product of matrices
-roofline  attention and small kernels at the sizes of research/kernels.md, beside others
+roofline  attention and small kernels at the sizes of served models, beside others
 layouts   a block-major cache against a layer-major one, decoding
 graphs    the attention of a step of 30 layers: eager, planned anew, replayed
 small     norm, activation, RoPE with the cache write and sampling, against their twins

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from gpu_rows import Case, Numbers, Row, SkippedError
 
-from bifolio.kernels import Backend
+from bifolio.kernels import Backend, using
 
 Call = Callable[[], object]
 SECONDS = 0.4  # of repeats, for one time
@@ -137,7 +137,9 @@ class Bench:
 
 def facts(bench: Bench) -> list[Case]:
     def versions(_: None) -> Numbers:
-        found = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+        with using(bench.ours) as kernels:
+            found = {"kernels": kernels, "torch": torch.__version__, "cuda": torch.version.cuda}
+        found["python"] = platform.python_version()
         try:
             import triton
         except ModuleNotFoundError:

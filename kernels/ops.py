@@ -45,7 +45,7 @@ def paged_attention(
     causal       row i of a sequence with n rows and m keys sees keys 0 .. m - n + i; otherwise it sees all m
     window       a row sees only the last `window` of those keys, itself included; needs causal
     softcap      scores become softcap * tanh(score / softcap)
-    sinks        [HQ]  a score per head that takes weight in the softmax and adds no value
+    sinks        [HQ]  float; a score per head that takes weight in the softmax and adds no value
     k_scale, v_scale  what a float8 cache's K and V are multiplied by; ignored with any other cache
     scale        of the scores; None is D ** -0.5
     out          [T, HQ, D] of q's dtype, filled and returned; None allocates it
@@ -77,6 +77,7 @@ def paged_attention(
         raise ValueError(f"softcap: {softcap}; allowed is more than 0, or None")
     if sinks is not None:
         checks.shape("sinks", sinks, (q.shape[1],), "HQ")
+        checks.dtype("sinks", sinks, checks.FLOATS)
     if lse is not None:
         checks.shape("lse", lse, q.shape[:2], "T, HQ")
         checks.dtype("lse", lse, (torch.float32,))
@@ -184,6 +185,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     if residual is not None:
         checks.shape("residual", residual, x.shape, "T, H")
         checks.dtype("residual", residual, (x.dtype,))
+    checks.same_device(x, weight=weight, residual=residual)
     if native := native_for(x):
         out = torch.empty(x.shape, dtype=x.dtype)
         total = x if residual is None else residual.clone(memory_format=torch.contiguous_format)

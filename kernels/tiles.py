@@ -22,7 +22,7 @@ class Tiles:
     keys: int
     warps: int
     stages: int  # tiles of K and V on their way at once
-    programs: int  # that share a processor: what its shared memory and registers allow
+    programs: int  # that share a processor: what its shared memory and registers allow, with a cache of 16-bit numbers
 
 
 # By architecture and phase: for heads of up to 64, up to 128 and up to 256 dims, 16-bit numbers

@@ -15,11 +15,13 @@ from bifolio.protos.messages import Delta, Placement, ReplicaId, Request
 
 from .beat import Beat
 from .core import Core, ReplicaSpec
+from .logs import log_to_stderr
 from .streams import Streams
 
 
 class DecodeReplica:
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
+        log_to_stderr()
         replica = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         self._core = Core(spec, replica, "decode")
         self._beat = Beat(self._core, spec)

@@ -15,10 +15,12 @@ from bifolio.protos.messages import ReplicaId
 from .beat import Beat
 from .core import Core, ReplicaSpec
 from .jobs import Jobs
+from .logs import log_to_stderr
 
 
 class PrefillReplica:
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
+        log_to_stderr()
         replica = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         self._core = Core(spec, replica, "prefill")
         self._beat = Beat(self._core, spec)

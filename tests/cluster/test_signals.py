@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cluster_kit import mark_of, open_stream, read_events, wait_until
+from cluster_kit import mark_of, open_stream, over_grpc, read_events, wait_until
 
 from bifolio.cluster.local import free_ports
 from bifolio.cluster.reaper import MARK, marked
@@ -57,12 +58,12 @@ Serve = Callable[..., "contextlib.AbstractContextManager[Serving]"]
 @pytest.fixture
 def serve(glassllm_dir: Path, tmp_path: Path) -> Serve:
     @contextlib.contextmanager
-    def run(*, ignoring: tuple[signal.Signals, ...] = ()) -> Iterator[Serving]:
+    def run(*flags: str, ignoring: tuple[signal.Signals, ...] = ()) -> Iterator[Serving]:
         http_port, grpc_port = free_ports(2)
         output = tmp_path / "output.txt"
         with output.open("wb") as file:
             process = subprocess.Popen(
-                _command(glassllm_dir, http_port, grpc_port),
+                [*_command(glassllm_dir, http_port, grpc_port), *flags],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 preexec_fn=lambda: [signal.signal(each, signal.SIG_IGN) for each in ignoring],
@@ -85,6 +86,20 @@ def _command(model: Path, http_port: int, grpc_port: int) -> list[str]:
     bifolio = Path(sys.executable).with_name("bifolio")
     flags = ["--dtype", "float32", "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
     return [str(bifolio), "serve", "--model", str(model), *flags]
+
+
+def test_the_logs_say_which_kernels_compute(serve: Serve) -> None:
+    """Here Triton's, interpreted: a real cluster on the kernels of GPUs."""
+    with serve("--kernels", "triton") as serving:
+        serving.until("bifolio: ready")
+        logs = re.search(r"bifolio: logs: (\S+)", serving.output.read_text())
+        assert logs
+        said = [path.read_text().count("kernels: triton, interpreted") for path in Path(logs[1]).glob("worker-*.err")]
+        assert sum(said) == 2  # a prefill and a decode replica
+        answer = over_grpc(serving.cluster, [5 + 31 * i % 900 for i in range(40)], max_tokens=4, ignore_eos=True)
+        assert len(answer.ids) == 4
+        assert answer.route["blocks"] > 0
+        serving.stop(signal.SIGTERM)
 
 
 def test_sigint_stops_it_even_when_a_background_shell_made_it_ignore_that(serve: Serve) -> None:

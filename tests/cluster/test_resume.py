@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -69,21 +70,28 @@ def test_replicas_of_both_pools_die_under_a_crowd(two_and_two: SpawnedCluster) -
 
 
 def _crowd(cluster: SpawnedCluster, *, kill: bool) -> list[Answer]:
-    """24 answers at once, 16 of them decoding. As soon as the first has three tokens, one replica of each pool dies."""
-    victims = [replicas(cluster, role)[0]["pid"] for role in ("decode", "prefill")]
+    """24 answers at once, 16 of them decoding. While they are, one replica of each pool dies."""
     with Client(cluster.grpc_address) as client, ThreadPoolExecutor(24) as pool:
         answers: list[Future[Answer]] = []
         for number in range(24):
             sampling = list(SAMPLINGS.values())[number % 2]
             answers.append(pool.submit(collected, client, PROMPT[number:] + PROMPT[:number], **sampling))
         if kill:
-            taken: list[int] = []
-            for message in client.generate(PROMPT[::-1], **SAMPLINGS["greedy"]):
-                taken += message.token_ids
-                if victims and len(taken) >= 3:
-                    for pid in victims:
-                        os.kill(pid, signal.SIGKILL)
-                    assert not all(answer.done() for answer in answers), "they died too late"
-                    victims = []
-            assert len(taken) == 60
+            victims = (
+                replicas(cluster, "prefill")[0]["pid"],
+                wait_until(lambda: _stopped_at_work(cluster), "none works"),
+            )
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
         return [answer.result(120) for answer in answers]
+
+
+def _stopped_at_work(cluster: SpawnedCluster) -> int | None:
+    """The pid of a decode replica that is stopped, and holds requests that have begun: they cannot leave it now."""
+    for pid in [replica["pid"] for replica in replicas(cluster, "decode") if replica["active"]]:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.2)  # what it said before has arrived: if it still holds any, it did not end
+        if any(replica["active"] for replica in replicas(cluster, "decode") if replica["pid"] == pid):
+            return int(pid)
+        os.kill(pid, signal.SIGCONT)
+    return None

@@ -87,7 +87,7 @@ def test_rows_are_the_same_in_any_chunks_parts_and_blocks(
 
 
 @pytest.mark.parametrize("processors", [1, 5, 64])
-@pytest.mark.parametrize("options", [{}, {"window": 700}, {"sinks": torch.linspace(-2, 3, 3)}, {"causal": False}])
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"sinks": torch.linspace(-2, 20, 3)}, {"causal": False}])
 def test_parts_are_merged_into_the_same_result(
     monkeypatch: pytest.MonkeyPatch, processors: int, options: dict[str, object]
 ) -> None:
@@ -122,7 +122,10 @@ def test_partial_results_that_nobody_wrote_have_no_influence(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_plan_that_is_batch_invariant_gives_a_sequence_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+def test_a_plan_that_is_batch_invariant_gives_a_sequence_the_same_bits_in_any_batch(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(triton_attention, "processors", lambda device: 2)  # too few for all of them
     case = Case([(1, 2100), *[(1, 40)] * 31, (40, 1500)], hq=3, hk=1, d=32, dtype=dtype)
     together = paged_attention(case.q, case.kv, plan(case.cu_q, case.seq_lens, case.table, batch_invariant=True))
     for b in (0, 5, 32):
@@ -295,12 +298,36 @@ def test_what_lies_beside_a_head_has_no_influence() -> None:
     assert torch.equal(case.run(), want)
 
 
-def test_heads_that_lie_far_apart() -> None:
-    case = Case([(3, 40), (1, 9)], hq=4, hk=2, d=32, dtype=torch.float16)
-    far = torch.empty(3 * 2**30 + 4 * 32, dtype=torch.float16).as_strided((4, 4, 32), (32, 2**30, 1))
-    want, case.q = case.run(), far.copy_(case.q)
+@pytest.mark.parametrize("keys", [40, 700])
+@pytest.mark.parametrize("stride", [(2**30, 32, 1), (32, 2**30, 1)], ids=["rows", "heads"])
+def test_rows_and_heads_that_lie_far_apart(stride: tuple[int, int, int], keys: int) -> None:
+    case = Case([(3, keys)], hq=3, hk=1, d=32, dtype=torch.float16)
+    assert (parts_of(case) > 0) == (keys > 512)
+    want, case.q = case.run(), torch.empty_strided((3, 3, 32), stride, dtype=torch.float16).copy_(case.q)
     assert torch.equal(case.run(), want)
-    assert torch.equal(case.run(out=torch.empty_strided((4, 4, 32), far.stride(), dtype=torch.float16)), want)
+    assert torch.equal(case.run(out=torch.empty_strided((3, 3, 32), stride, dtype=torch.float16)), want)
+
+
+def test_kv_heads_that_lie_far_apart() -> None:
+    case = Case([(3, 40)], hq=3, hk=3, d=32, dtype=torch.float16)
+    want, shape = case.run(), case.kv.shape
+    far = torch.empty_strided(shape, (1024, 512, 2**30, 32, 1), dtype=torch.float16)
+    case.kv = far.copy_(case.kv)
+    assert torch.equal(case.run(), want)
+
+
+def test_more_than_2_to_the_31_numbers_of_partial_results() -> None:
+    case, skipped = Case([(2, 700)], hq=1, hk=1, d=256, dtype=torch.float16), 2**23
+    built = plan(case.cu_q, case.seq_lens, case.table)
+    want = paged_attention(case.q, case.kv, built)
+    ((key, work),) = built._made.items()
+    ((tiles, items),) = work.launches
+    assert len(work.merges)
+    items[:, 4] += skipped
+    work.merges[:, 1] += skipped
+    parts = torch.empty(skipped + len(work.parts), 1, 256, dtype=torch.float16)
+    built._made[key] = type(work)(((tiles, items),), work.merges, parts, torch.empty(parts.shape[:2]))
+    torch.testing.assert_close(paged_attention(case.q, case.kv, built), want, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -386,3 +413,39 @@ def test_torch_can_be_forced() -> None:
         want = case.run(lse=torch.zeros(case.q.shape[:2]))
     torch.testing.assert_close(case.run(), want, rtol=0, atol=1e-5)
     assert processors(torch.device("cpu")) == 16
+
+
+def test_tiles_of_keys_end_where_the_first_row_and_the_last_window_do() -> None:
+    """Tiles have 64 keys: past the edge of one lies a key that a row must not see."""
+    check(Case([(5, keys) for keys in range(65, 70)], hq=1, hk=1, d=32))
+    check(Case([(1, keys) for keys in range(197, 202)], hq=16, hk=1, d=32), window=135)
+
+
+def test_parts_are_merged_into_a_slice_of_something_wider() -> None:
+    case = Case([(2, 1100)], hq=3, hk=1, d=32)
+    assert parts_of(case) > 0
+    wide = torch.full((2, 4, 40), 5.0)
+    assert torch.equal(case.run(out=wide[:, :3, :32]), case.run())
+    assert (wide[:, 3] == 5).all()
+    assert (wide[..., 32:] == 5).all()
+
+
+def test_layers_of_different_shapes_share_a_plan() -> None:
+    shapes = [(3, 3, 32), (3, 1, 32), (6, 1, 32), (6, 1, 64)]
+    cases = [Case([(1, 600), (20, 130)], hq=hq, hk=hk, d=d) for hq, hk, d in shapes]
+    built = plan(cases[0].cu_q, cases[0].seq_lens, cases[0].table)
+    for case in (*cases, Case(cases[0].lens, hq=6, hk=1, d=64, dtype=torch.float16)):
+        for causal in (True, False):
+            assert torch.equal(paged_attention(case.q, case.kv, built, causal=causal), case.run(causal=causal))
+    assert len(built._made) == 10
+
+
+def test_a_float8_cache_is_refused_where_the_gpu_cannot_convert_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "architecture", lambda device: "sm_80")
+    case = Case([(1, 20)], dtype=torch.float16)
+    case.run()
+    case.kv = case.kv.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"kv: dtype torch.float8_e4m3fn on sm_80; .* from sm_89 on"):
+        case.run()
+    monkeypatch.setattr(triton_attention, "architecture", lambda device: "sm_89")
+    case.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -34,6 +35,14 @@ def _binary(a, b, out, OP: tl.constexpr):
         z = -x
     elif OP == "abs":
         z = tl.abs(x)
+    elif OP == "less":
+        z = tl.where((x < y) & (y < 0.5), x, y)
+    elif OP == "equal":
+        z = tl.where((x == y) & (y == x), -x, x)
+    elif OP == "not equal":
+        z = tl.where((x != y) & (y != x), x, -x)
+    elif OP == "fma":
+        z = tl.fma(x, y, x)
     elif OP == "where":
         z = tl.where(x > y, x, y)
     else:
@@ -59,6 +68,10 @@ OPERATIONS = {
     "minimum": torch.minimum,
     "neg": lambda x, y: -x,
     "abs": lambda x, y: x.abs(),
+    "less": lambda x, y: torch.where((x < y) & (y < 0.5), x, y),
+    "equal": lambda x, y: torch.where(x == y, -x, x),
+    "not equal": lambda x, y: torch.where(x != y, x, -x),
+    "fma": lambda x, y: torch.addcmul(x.double(), x.double(), y.double()).to(BF16),
     "where": lambda x, y: torch.where(x > y, x, y),
     "and": lambda x, y: torch.where((x > y) & (y < 0), x, torch.zeros_like(x)),
 }
@@ -67,6 +80,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_have_the_bits_of_torch(name: str) -> None:
     a, b = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).to(BF16)
+    a[:4] = b[:4]
     out = torch.empty(256, dtype=BF16)
     _binary[(1,)](a, b, out, name)
     assert torch.equal(out, OPERATIONS[name](a, b))
@@ -106,3 +120,25 @@ def test_an_interpreter_that_computes_wrongly_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(interpreter, "_down", lambda handle: handle)
     with pytest.raises(RuntimeError, match="bfloat16 is wrong in the interpreter of triton"):
         interpreter.repair()
+
+
+def test_a_nan_of_any_bits_stays_one() -> None:
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32)
+    narrow = torch.from_numpy(interpreter.narrow(bits.view(torch.float32).numpy()).view("int16"))
+    assert narrow.view(BF16).isnan().all()
+
+
+def test_one_launch_ends_before_the_next_begins() -> None:
+    inside, most = 0, 0
+
+    def launch(_: object) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+
+    alone = interpreter._one_at_a_time(launch)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(alone, range(8)))
+    assert most == 1

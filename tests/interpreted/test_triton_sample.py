@@ -172,3 +172,18 @@ def test_a_row_that_is_no_distribution_is_refused(broken: list[float], temperatu
     with pytest.raises(ValueError) as torchs:
         expected(rows, (temperature, 0.9, 2, 0.0, 0.5))
     assert str(ours.value) == str(torchs.value)
+
+
+def test_a_token_outside_the_top_k_is_not_drawn_for_its_low_id() -> None:
+    assert draw(torch.tensor([[0.0, 1.0]]), (1.0, 1.0, 1, 0.0, 0.0)) == [1]
+
+
+def test_a_top_p_whose_sums_round_up_keeps_no_more_than_top_k_does() -> None:
+    row = torch.tensor([[0.0, -1.0] + [-2.0] * 40])
+    assert draw(row, (1.0, 1 - 2**-53, 33, 0.0, LAST)) == expected(row, (1.0, 1 - 2**-53, 33, 0.0, LAST)) == [32]
+
+
+def test_rows_may_lie_far_apart_in_memory() -> None:
+    rows, setting = tied(3, 100), (1.0, 0.9, 40, 0.0, 0.7)
+    far = torch.empty_strided((3, 100), (2**30, 1)).copy_(rows)
+    assert draw(far, setting) == draw(rows, setting)

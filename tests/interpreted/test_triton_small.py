@@ -109,3 +109,73 @@ def test_a_packed_cache_is_refused() -> None:
     table = torch.zeros(1, 32)
     with pytest.raises(ValueError, match="layout: packed with the triton kernels; allowed is plain"):
         rope_and_write(x, x, x, table, table, zero, zero, torch.zeros(1, 2, 1, 16, 32), layout=layout)
+
+
+def scattered(x: Tensor, *order: int) -> Tensor:
+    """The same numbers with the axes in another order in memory, and with gaps."""
+    backwards = sorted(range(x.ndim), key=lambda i: order[i])
+    moved = x.permute(order)
+    wide = torch.zeros(*moved.shape[:-1], moved.shape[-1] + 8, dtype=x.dtype)
+    return wide[..., : moved.shape[-1]].copy_(moved).permute(backwards)
+
+
+def test_each_argument_of_rope_may_lie_in_memory_as_it_likes() -> None:
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(6, heads, 32, generator=g) for heads in (4, 2, 2))
+    cos, sin = rope_tables(1e4 ** (-torch.arange(0, 32, 2) / 32), 50)
+    positions, slots = torch.arange(6) * 7, torch.tensor([3, 40, -1, 17, 31, 0])
+    kv = torch.zeros(3, 2, 2, 16, 32)
+    want = rope_and_write(q, k, v, cos, sin, positions, slots, kv)
+    for order in ((2, 1, 0, 3, 4), (0, 2, 1, 3, 4)):
+        memory = torch.zeros([kv.shape[i] for i in order])
+        apart = memory.permute(sorted(range(5), key=lambda i: order[i]))
+        got = rope_and_write(
+            *(scattered(q, 0, 1, 2), k, scattered(v, 1, 0, 2)),
+            *(cos, scattered(sin, 0, 1), positions.repeat_interleave(2)[::2], slots.repeat_interleave(2)[::2]),
+            apart,
+        )
+        assert torch.equal(got, want)
+        assert torch.equal(apart, kv)
+
+
+@pytest.mark.parametrize("stride", [(2**30, 32, 1), (32, 2**30, 1)], ids=["rows", "heads"])
+def test_rope_of_rows_and_heads_that_lie_far_apart(stride: tuple[int, int, int]) -> None:
+    x = torch.randn(3, 3, 32, generator=torch.Generator().manual_seed(5)).half()
+    far = torch.empty_strided((3, 3, 32), stride, dtype=torch.float16).copy_(x)
+    cos, sin = rope_tables(1e4 ** (-torch.arange(0, 32, 2) / 32), 9)
+    at = torch.arange(3)
+    results = []
+    for each in (x, far):
+        kv = torch.zeros(1, 2, 3, 16, 32, dtype=torch.float16)
+        results.append((rope_and_write(each, each, each, cos, sin, at, at, kv), kv))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_norm_and_activation_of_rows_that_lie_far_apart() -> None:
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(5)).half()
+    far = torch.empty_strided((3, 32), (2**30, 1), dtype=torch.float16).copy_(x)
+    weight = torch.ones(32, dtype=torch.float16)
+    assert torch.equal(silu_mul(far), silu_mul(x))
+    torch.testing.assert_close(rms_norm(far, far, weight, 1e-5), rms_norm(x, x, weight, 1e-5), rtol=0, atol=0)
+
+
+def test_a_residual_and_a_weight_may_have_gaps_of_their_own() -> None:
+    x, residual, weight = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(5)).unbind()
+    want = rms_norm(x, residual, weight[0], 1e-5)
+    gaps = torch.zeros(5, 64)[:, ::2].copy_(residual)
+    for other in (scattered(residual, 0, 1), gaps):
+        got = rms_norm(x, other, torch.zeros(64)[::2].copy_(weight[0]), 1e-5)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_normed_is_the_residual_as_it_was_rounded(dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    weight = torch.ones(64, dtype=dtype)
+    normed, grown = rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(normed, rms_norm(grown, None, weight, 1e-5)[0])
+
+
+def test_epsilon_is_added_to_the_mean_square() -> None:
+    x = torch.full((1, 64), 0.03)
+    torch.testing.assert_close(rms_norm(x, None, torch.ones(64), 0.0016)[0], torch.full((1, 64), 0.6))

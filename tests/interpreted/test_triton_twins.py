@@ -65,3 +65,22 @@ def test_a_gpu_without_triton_is_a_warning_unless_it_was_asked_for(
         assert chosen != "triton"
         assert backend.twins_for(torch.empty(1, device="meta")) is torch_twins
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_with_a_gpu_its_tensors_are_tritons_and_those_of_the_cpu_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_cpu, elsewhere = torch.zeros(1), torch.empty(1, device="meta")
+    with using("auto"):
+        assert backend.twins_for(elsewhere) is triton_twins
+        assert backend.native_for(elsewhere) is None
+        assert backend.twins_for(on_cpu) is torch_twins
+        assert backend.native_for(on_cpu) is not None
+
+
+def test_another_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str, package: str | None = None) -> None:
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    monkeypatch.setattr(backend.importlib, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match="numpy"):
+        use("triton")

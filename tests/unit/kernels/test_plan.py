@@ -73,3 +73,19 @@ def test_blocks_are_looked_at_once_for_all_layers() -> None:
     built.check_blocks(3, 8)
     with pytest.raises(ValueError, match="block 9"):
         built.check_blocks(4, 8)
+
+
+def test_a_plan_for_another_device_has_its_tensors_there_and_looks_at_the_blocks_here() -> None:
+    built = plan(i32(0, 1), i32(9), i32(1, 7)[None], device=torch.device("meta"))
+    assert {x.device.type for x in (built.cu_q, built.seq_lens, built.block_table)} == {"meta"}
+    with pytest.raises(ValueError, match="block 7"):
+        built.check_blocks(4, 8)
+
+
+def test_tensors_of_different_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="block_table: on meta; allowed is cpu"):
+        plan(i32(0, 1), i32(1), i32(1)[None].to("meta"))
+
+
+def test_a_plan_keeps_whether_it_is_batch_invariant() -> None:
+    assert plan(i32(0, 1), i32(1), i32(1)[None], batch_invariant=True).batch_invariant

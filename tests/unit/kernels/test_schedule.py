@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bifolio.kernels.schedule import INVARIANT_PART, INVARIANT_PARTS, Schedule, schedule
@@ -52,6 +52,7 @@ LENS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 3000)), max_size=8
     st.none() | st.integers(1, 900),
     st.booleans(),
 )
+@example([(1, 3000), (100, 3000)], 1, 1, True, None, False)  # parts of both kinds
 def test_every_row_gets_every_key_it_sees_exactly_once(
     lens: list[tuple[int, int]], group: int, kv_heads: int, causal: bool, window: int | None, invariant: bool
 ) -> None:

@@ -35,3 +35,13 @@ def test_hopper_gets_rows_enough_for_its_matrix_units() -> None:
 def test_any_head_size_has_tiles() -> None:
     assert tiles("sm_90", "decode", 65, 1, 2) == tiles("sm_90", "decode", 128, 1, 2)
     assert tiles("sm_90", "decode", 32, 1, 2) == tiles("sm_90", "decode", 64, 1, 2)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_on_their_way_fit_into_shared_memory(phase: Phase, itemsize: int) -> None:
+    """Of K and V together: 227 KiB of sm_90's processors, 163 KiB of sm_80's, 64 KiB of gfx942's."""
+    for architecture, room in (("sm_90", 227), ("sm_80", 163), ("sm_100", 227), ("gfx942", 64)):
+        for head_dim in (64, 128, 256):
+            found = tiles(architecture, phase, head_dim, 4, itemsize)
+            assert found.stages * found.keys * head_dim * 2 * itemsize <= room * 1024, (architecture, head_dim)

@@ -51,7 +51,7 @@ def fitting(row: Row, reading: Reading) -> int:
 
 def attention(architecture: str, phase: Phase, head_dim: int, heads: tuple[int, int], float8: bool = False) -> Row:
     tile = tiles(architecture, phase, head_dim, heads[0] // heads[1], 2)
-    return Row("_attend", architecture, tile.programs, phase, head_dim, heads, float8, tile=tile)
+    return Row("attend", architecture, tile.programs, phase, head_dim, heads, float8, tile=tile)
 
 
 ROWS = (
@@ -66,7 +66,7 @@ ROWS = (
     attention("sm_90", "decode", 128, (32, 8), float8=True),
     Row("_sample", "sm_90", 1, size=128256),  # a program is a row: most batches have fewer than there are processors
     # What follows waits for memory: enough programs to have much on its way
-    Row("_combine", "sm_90", 8, head_dim=64),
+    Row("combine", "sm_90", 8, head_dim=64),
     Row("_rope_and_write", "sm_90", 8, head_dim=64),
     Row("_rms_norm", "sm_90", 8, size=4096),
     Row("_silu_mul", "sm_90", 8, size=14336),

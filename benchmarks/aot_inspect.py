@@ -157,7 +157,7 @@ def _cache(row: Row) -> torch.Tensor:
 
 
 def _attention(row: Row, paged_attention: Any) -> None:
-    """Of one long sequence: the parts of its decode are merged by `_combine`."""
+    """Of one long sequence: the parts of its decode are merged by `combine`."""
     from bifolio.kernels import plan
 
     tokens = TOKENS if row.phase == "prefill" else 1

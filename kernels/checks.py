@@ -98,6 +98,12 @@ def layout(name: str, kv: Tensor) -> None:
         )
 
 
+def plain(name: str) -> None:
+    """For Triton's kernels: a packed cache is the CPU's."""
+    if name != "plain":
+        raise ValueError(f"layout: {name} with the triton kernels; allowed is plain")
+
+
 def same_device(first: Tensor, **others: Tensor | None) -> None:
     for name, x in others.items():
         if x is not None and x.device != first.device:

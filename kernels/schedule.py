@@ -69,14 +69,13 @@ def schedule(
     rows, keys = np.diff(first), np.asarray(lengths, np.int64)
     decoded = rows * group <= decode.rows
     items, merges, part_rows = [], [], 0
-    for tiles, chosen, shortest in ((decode, decoded, DECODE_PART), (prefill, ~decoded, PREFILL_PART)):
+    phases = ((decode, decoded, DECODE_PART, INVARIANT_PARTS), (prefill, ~decoded, PREFILL_PART, 1))
+    for tiles, chosen, shortest, most in phases:
         work = _cut_rows(rows, keys, chosen, tiles.rows // group, tiles.keys, causal, window)
-        if not batch_invariant:
-            parts = _even_parts(work.tiles, shortest // tiles.keys, processors * tiles.programs, kv_heads)
-        elif shortest == DECODE_PART:
-            parts = np.minimum(work.tiles * tiles.keys // INVARIANT_PART, INVARIANT_PARTS)
+        if batch_invariant:
+            parts = np.minimum(work.tiles * tiles.keys // INVARIANT_PART, most)
         else:
-            parts = np.zeros_like(work.tiles)
+            parts = _even_parts(work.tiles, shortest // tiles.keys, processors * tiles.programs, kv_heads)
         parts = np.maximum(parts, 1)
         cut = np.where(parts > 1, parts * work.held, 0)  # rows of partial results
         part_row = np.where(parts > 1, part_rows + np.cumsum(cut) - cut, -1)
@@ -95,7 +94,6 @@ class _Work:
     held: NDArray[np.int64]  # rows
     begin: NDArray[np.int64]  # keys, from an edge of a key tile on
     end: NDArray[np.int64]
-
     tiles: NDArray[np.int64]  # of keys
 
 
@@ -109,8 +107,8 @@ def _cut_rows(
     window: int | None,
 ) -> _Work:
     count = np.where(chosen, -(-rows // height), 0)
-    sequence = np.repeat(np.arange(len(rows)), count)
-    row = (np.arange(len(sequence)) - np.repeat(np.cumsum(count) - count, count)) * height
+    sequence, tile = _spread(count)
+    row = tile * height
     held = np.minimum(rows[sequence] - row, height)
     position = keys[sequence] - rows[sequence] + row
     end = np.clip(position + held, 0, keys[sequence]) if causal else keys[sequence]
@@ -120,6 +118,12 @@ def _cut_rows(
     return _Work(sequence, row, held, begin, end, -(-(end - begin) // width))
 
 
+def _spread(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of counts 2, 0, 3: whose each is (0, 0, 2, 2, 2), and which of its owner's (0, 1, 0, 1, 2)."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def _even_parts(tiles: NDArray[np.int64], shortest: int, at_once: int, kv_heads: int) -> NDArray[np.int64]:
     """tiles / (the tiles that each of `at_once` programs gets), but no part shorter than `shortest`."""
     total = max(1, int(tiles.sum()) * kv_heads)
@@ -127,8 +131,7 @@ def _even_parts(tiles: NDArray[np.int64], shortest: int, at_once: int, kv_heads:
 
 
 def _items(work: _Work, parts: NDArray[np.int64], part_row: NDArray[np.int64], width: int) -> Table:
-    which = np.repeat(np.arange(len(parts)), parts)
-    part = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
+    which, part = _spread(parts)
     tiles, count = work.tiles[which], parts[which]
     begin = work.begin[which] + part * tiles // count * width
     end = np.minimum(work.begin[which] + (part + 1) * tiles // count * width, work.end[which])
@@ -138,8 +141,6 @@ def _items(work: _Work, parts: NDArray[np.int64], part_row: NDArray[np.int64], w
 
 
 def _merges(work: _Work, parts: NDArray[np.int64], part_row: NDArray[np.int64], first: NDArray[np.int64]) -> Table:
-    held = np.where(parts > 1, work.held, 0)
-    which = np.repeat(np.arange(len(parts)), held)
-    row = np.arange(len(which)) - np.repeat(np.cumsum(held) - held, held)
+    which, row = _spread(np.where(parts > 1, work.held, 0))
     output = first[work.sequence[which]] + work.row[which] + row
     return np.stack((output, part_row[which] + row, work.held[which], parts[which]), axis=1).astype(np.int32)

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from . import checks
 from .layout import Layout
 from .plan import AttentionPlan
 from .schedule import schedule
@@ -57,8 +58,7 @@ def paged_attention(
     where = architecture(q.device)
     if kv.dtype != q.dtype and where in NO_FLOAT8:
         raise ValueError(f"kv: dtype {kv.dtype} on {where}; allowed is {q.dtype}, or float8 from sm_89 on")
-    if layout != "plain":
-        raise ValueError(f"layout: {layout} with the triton kernels; allowed is plain")
+    checks.plain(layout)
     heads, head_dim = q.shape[1:]
     kv_heads, block_size = kv.shape[2:4]
     window = None if window is None else min(window, FARTHEST)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import checks
 from .layout import Layout
 from .triton_runtime import INTERPRETED, current
 
@@ -136,13 +137,12 @@ def rope_and_write(
     layout: Layout,
 ) -> Tensor:
     """Raises ValueError for a packed cache: that layout is the CPU's."""
-    if layout != "plain":
-        raise ValueError(f"layout: {layout} with the triton kernels; allowed is plain")
+    checks.plain(layout)
     tokens, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    q, k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, cos, sin))
+    q, k, v, cos, sin = map(_dense_rows, (q, k, v, cos, sin))
     with current(q.device):
         _rope_and_write[(triton.cdiv(tokens, TOKENS), heads + kv.shape[2])](
             q,
@@ -176,8 +176,8 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     grown = x if residual is None else torch.empty_like(normed)
     if x.numel() == 0:
         return normed, grown
-    x, weight = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous()
-    other = x if residual is None else residual if residual.stride(-1) == 1 else residual.contiguous()
+    x, weight = _dense_rows(x), weight.contiguous()
+    other = x if residual is None else _dense_rows(residual)
     padded = triton.next_power_of_2(size)
     together = max(1, NUMBERS // padded) if INTERPRETED or padded < 512 else 1
     with current(x.device):
@@ -205,10 +205,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out
-    gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
+    gate_up = _dense_rows(gate_up)
     block = min(1024, triton.next_power_of_2(size))
     together = NUMBERS // block if INTERPRETED else 1
     grid = (triton.cdiv(rows, together), triton.cdiv(size, block))
     with current(gate_up.device):
         _silu_mul[grid](gate_up, out, rows, gate_up.stride(0), SIZE=size, ROWS=together, BLOCK=block)
     return out
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x, or a copy of it, with its last axis contiguous; the others at any stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()

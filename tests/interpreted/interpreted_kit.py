@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from attention_case import TOLERANCE, Case
 
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HALVES = DTYPES[1:]
+MIXED = [(1, 40), (17, 50), (9, 9), (1, 1), (33, 64)]
+
 
 def check(case: Case, **options: object) -> None:
     want, want_lse = case.expected(**options)  # type: ignore[arg-type]

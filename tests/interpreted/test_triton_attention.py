@@ -7,15 +7,12 @@ import sys
 import pytest
 import torch
 from attention_case import TOLERANCE, Case
-from interpreted_kit import check
+from interpreted_kit import DTYPES, HALVES, MIXED, check
 from pairs import all_pairs
 
 from bifolio.kernels import paged_attention, plan, triton_attention, using
 from bifolio.kernels.triton_runtime import processors
 
-HALVES = [torch.float16, torch.bfloat16]
-DTYPES = [torch.float32, *HALVES]
-MIXED = [(1, 40), (17, 50), (9, 9), (1, 1), (33, 64)]
 PARAMETERS = {
     "group": [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24],
     "d": [32, 64, 72, 80, 96, 112, 128, 160, 192, 256],

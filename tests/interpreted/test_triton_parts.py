@@ -10,13 +10,9 @@ import torch
 from attention_case import Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from interpreted_kit import check
+from interpreted_kit import DTYPES, HALVES, MIXED, check
 
 from bifolio.kernels import paged_attention, plan, triton_attention
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-HALVES = [torch.float16, torch.bfloat16]
-MIXED = [(1, 40), (17, 50), (9, 9), (1, 1), (33, 64)]
 
 
 def parts_of(case: Case, **options: object) -> int:

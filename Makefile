@@ -3,6 +3,7 @@
 #   make test   all CPU tests        make unit   those without a cluster
 #   make check  format, lint, types, imports, unit tests
 #   make aot    the Triton kernels compiled for four GPU architectures, without a GPU, and what came of them
+#   make gpu-dry-run  the run for a GPU on a CPU, in Triton's interpreter: tries the code, measures nothing
 #   make docs-check  the Python blocks of docs/attention.md, and whether they print what stands there
 #   make native the C++ kernels again, all of them; the other targets do it where a source has changed
 # PIP_ARGS is handed to pip, for example to choose PyTorch's CPU build on a machine without a GPU.
@@ -16,7 +17,7 @@ FOLDERS := cluster replicas kv_manager kernels protos
 NATIVE := kernels/native_generic.so
 BUILD_NATIVE = $(BIN)/python setup.py -q build_ext --inplace
 
-.PHONY: demo test unit check aot docs-check fuzz native format protos dev clean
+.PHONY: demo test unit check aot gpu-dry-run docs-check fuzz native format protos dev clean
 .DELETE_ON_ERROR:
 
 # Without g++ a demo runs on torch and says so; what passes no test must not look tested
@@ -42,6 +43,9 @@ check: dev $(NATIVE)
 
 aot: dev
 	$(BIN)/python -P benchmarks/aot.py
+
+gpu-dry-run: dev
+	PYTHON=$(BIN)/python benchmarks/gpu.sh --cpu-interpreter
 
 docs-check: dev $(NATIVE)
 	$(BIN)/python -P benchmarks/docs_check.py

@@ -25,7 +25,8 @@ from native_calls import begin
 
 from bifolio.cluster.models import resolve
 from bifolio.kernels import kv_layout, using
-from bifolio.replicas.batch import Row, build_batch
+from bifolio.replicas.batch import Row
+from bifolio.replicas.block_stores import HostBlocks
 from bifolio.replicas.kv_cache import KvCache
 from bifolio.replicas.llama import Llama
 from bifolio.replicas.runner import Runner
@@ -70,7 +71,8 @@ def make_runner(source: Path, way: str) -> Runner:
         model = Llama(config, weights, quantization="int8" if "int8" in way else None, exact=way != PLAIN)
     layout = kv_layout(dtype, config.head_dim, BLOCK_SIZE)
     sizes = (SEQUENCES * BLOCKS, config.layers, config.kv_heads, BLOCK_SIZE, config.head_dim)
-    return Runner(model, KvCache(*sizes, dtype, layout))
+    cache = KvCache(*sizes, dtype, layout)
+    return Runner(model, cache, HostBlocks(cache))
 
 
 def make_rows(count: int, tokens: int, start: int) -> list[Row]:
@@ -82,7 +84,7 @@ def make_rows(count: int, tokens: int, start: int) -> list[Row]:
 
 def compute(way: str, runner: Runner, rows: list[Row]) -> None:
     with backend(way):
-        runner.run(build_batch(rows, BLOCK_SIZE))
+        runner.run(rows)
 
 
 def backend(way: str) -> contextlib.AbstractContextManager[object]:

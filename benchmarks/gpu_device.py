@@ -5,16 +5,18 @@ emptied by reading something larger, for data that was written would still have 
 the device is kept busy until the host has enqueued the call: what Python takes is in `host_us`, not in `us`. A call
 that waits for the device itself is timed with its waits.
 
-On the CPU (`tiny`) the same code runs with a plain clock: that tries the code, not the machine.
+On the CPU (`tiny`) the same code runs with a plain clock and small sizes: that tries the code, not the machine.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,14 +31,17 @@ FEWEST, MOST = 5, 100  # repeats
 LONGEST_SLEEP = 20e-3  # that hides what the host takes
 CYCLES_A_SECOND = 2e9  # about
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# What the replicas' own code needs, kernels apart
+PACKAGES = ("numpy", "grpcio", "protobuf", "pydantic", "xxhash", "safetensors", "gguf")
 SMI = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
 
 
 class Bench:
-    """`ours` is the backend under test. `ceilings` are filled by the cases of `ceilings`."""
+    """`ours` is the backend under test, `scratch` where models are written. `ceilings` are filled by the cases of
+    `ceilings`."""
 
-    def __init__(self, tiny: bool) -> None:
-        self.tiny = tiny
+    def __init__(self, tiny: bool, scratch: Path) -> None:
+        self.tiny, self.scratch = tiny, scratch
         self.device = torch.device("cpu" if tiny else "cuda")
         self.ours: Backend = "triton" if INTERPRETED or not tiny else "auto"
         self.ceilings: dict[str, float] = {}
@@ -135,6 +140,11 @@ class Bench:
         self._other.sum()
 
 
+def lacking() -> list[str]:
+    found = {each.name for each in importlib.metadata.distributions()}
+    return [name for name in PACKAGES if name not in found]
+
+
 def facts(bench: Bench) -> list[Case]:
     def versions(_: None) -> Numbers:
         with using(bench.ours) as kernels:
@@ -146,9 +156,17 @@ def facts(bench: Bench) -> list[Case]:
             return found
         return found | {"triton": triton.__version__, "interpreted": INTERPRETED}
 
-    def device(_: None) -> Numbers:
+    def packages(_: None) -> Numbers:
+        lack = lacking()
+        held = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES if name not in lack]
+        return {"packages": ", ".join(held), "lacking": ", ".join(lack) or "none"}
+
+    def on_gpu() -> None:
         if bench.tiny:
-            raise SkippedError("runs on the CPU: tiny")
+            raise SkippedError("runs on the CPU")
+
+    def device(_: None) -> Numbers:
+        on_gpu()
         properties = torch.cuda.get_device_properties(bench.device)
         return {
             "gpu": properties.name,
@@ -159,15 +177,18 @@ def facts(bench: Bench) -> list[Case]:
         }
 
     def clocks(_: None) -> Numbers:
+        on_gpu()
         return {"sm_mhz": torch.cuda.clock_rate(bench.device)}
 
     def smi(_: None) -> Numbers:
+        on_gpu()
         command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader"]
         line = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.splitlines()[0]
         return dict(zip(SMI.split(","), line.split(", "), strict=True))
 
     ways: dict[str, Callable[[Any], Numbers]] = {
         "versions": versions,
+        "packages": packages,
         "device": device,
         "nvidia-smi": smi,
         "clocks": clocks,

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from gpu_rows import SkippedError
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -36,6 +37,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def side_by_side(backend: SDPBackend, paged: Paged) -> Call:
+    if backend == SDPBackend.CUDNN_ATTENTION and paged.device.type == "cpu":
+        raise SkippedError("cuDNN needs a GPU")
     q, (k, v) = paged.queries(), paged.gathered()
 
     def call() -> Tensor:

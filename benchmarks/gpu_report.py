@@ -1,4 +1,5 @@
-"""Rows as one table: a line for each case, its first way with all that was measured, then the others by their times.
+"""Rows as one table: a line for each case, its first way with all that was measured, then the others by their times;
+of engines a line for each row.
 
 Short on purpose, for whoever reads only a console's last page: what is right in `parity` is counted there.
 """
@@ -8,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from gpu_rows import Row
+from gpu_rows import AGAIN, Row
 
 SAID = 70  # letters of a reason
 
 
-def report(rows: Sequence[Row], minutes: float) -> str:
+def report(rows: Sequence[Row], minutes: float, dry: bool) -> str:
     lines = [f"{len(rows)} rows in {minutes:.1f} minutes"]
+    if dry:
+        lines.append("ON A CPU, WITH TINY SIZES: the code was tried; no time or rate below is a measurement")
     for section, of_section in groupby(sorted(rows, key=lambda row: _order(rows, row)), key=lambda row: row.section):
         held = list(of_section)
         counts = {status: sum(row.status == status for row in held) for status in sorted({row.status for row in held})}
-        lines.append(f"\n{section}: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
-        lines += {"device": _facts, "parity": _parity}.get(section, _times)(held)
+        title = f"{section}, not measured" if dry and section not in ("device", "parity") else section
+        lines.append(f"\n{title}: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
+        lines += {"device": _facts, "parity": _parity, "engine": _figures, "split": _figures}.get(section, _times)(held)
     return "\n".join(lines)
 
 
@@ -51,6 +55,20 @@ def _times(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _figures(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for case, of_case in groupby(rows, key=lambda row: row.case):
+        lines.append(f"  {case}")
+        for row in of_case:
+            if row.said.startswith(AGAIN):
+                continue
+            cells = [] if row.status == "ok" else [f"{row.status}: {row.said[:SAID]}"]
+            cells += [f"{name} {_shown(value)}" for name, value in row.numbers.items() if not isinstance(value, list)]
+            lines.append(f"    {row.way}: " + ", ".join(cells))
+            lines += [f"      | {line}" for value in row.numbers.values() if isinstance(value, list) for line in value]
+    return lines
+
+
 def _cell(row: Row, first: Row | None) -> str:
     n = row.numbers
     if row.status != "ok" or "us" not in n:
@@ -67,6 +85,10 @@ def _cell(row: Row, first: Row | None) -> str:
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
     return [f"  {row.case} | {row.way} {row.status}: {row.said[:SAID]}" for row in rows if row.status != "ok"]
+
+
+def _shown(value: object) -> str:
+    return _short(value) if isinstance(value, float) else str(value)
 
 
 def _short(number: float) -> str:

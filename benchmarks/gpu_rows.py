@@ -3,7 +3,7 @@
 A row that raises says why and the next one begins. A row that does not answer, that ends the process or leaves the
 device unusable ends the process alone: started again with `resume`, the book goes on behind that row.
 
-    cases of a section:  build the inputs -> way, way, way -> forget the inputs -> the next case
+    cases of a section:  build the inputs -> way, way, way -> leave and forget the inputs -> the next case
 
 Knows nothing of what is measured, nor of torch.
 """
@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,8 @@ Status = Literal["ok", "wrong", "failed", "skipped", "not run"]
 RESUME = 75  # exit status: start again with --resume
 PATIENCE = 60.0  # seconds that one row may take
 RESERVE = 10.0  # seconds at the end in which no row begins
+
+AGAIN = "as the row before: "  # said of what needs the same inputs, which could not be made
 
 
 class SkippedError(Exception):
@@ -44,12 +47,15 @@ class WrongError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """Ways to do the same work on the same inputs, which are made when the first way begins."""
+    """Ways to do the same work on the same inputs, which are made when the first way begins. `leave` is what they need
+    before they are forgotten; `patience` are the seconds that a way may take, with what it has to make."""
 
     section: str
     name: str
     build: Callable[[], Any]
     ways: Mapping[str, Callable[[Any], Numbers]]
+    leave: Callable[[Any], None] = lambda _: None
+    patience: float = PATIENCE
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Book:
         known = {row.key for row in self.rows}
         gc.freeze()  # modules and all else that stays: or each collection would take as long as a row
         for case in cases:
-            inputs: list[Any] = []  # none or one: made late, kept for all ways
+            inputs: list[Any] = []  # none or one: made late, kept for all ways; an `_Unbuilt` where that failed
             for way in case.ways:
                 if (case.section, case.name, way) in known:
                     continue
@@ -106,8 +112,21 @@ class Book:
                     self._add(Row(case.section, case.name, way, "not run", late))
                 else:
                     self._attempt(case, way, inputs)
+            self._leave(case, inputs)
             inputs.clear()
             gc.collect()  # what an exception held
+
+    def _leave(self, case: Case, inputs: list[Any]) -> None:
+        """Within the case's patience too: it may wait for a device that does not answer."""
+        if not inputs or isinstance(inputs[0], _Unbuilt):
+            return
+        self._running = (case.section, case.name, "left")
+        with _watched(case.patience, self._give_up):
+            try:
+                case.leave(inputs[0])
+            except Exception as error:
+                self._add(Row(case.section, case.name, "left", "failed", f"{type(error).__name__}: {error}"))
+        self._running = None
 
     def _late(self, section: str) -> str:
         if self.spent > self._seconds - RESERVE:
@@ -120,13 +139,9 @@ class Book:
     def _attempt(self, case: Case, way: str, inputs: list[Any]) -> None:
         self._running = (case.section, case.name, way)
         self._write()
-        patience = min(PATIENCE, self._seconds - self.spent)
-        watchdog = threading.Timer(patience, self._give_up, [patience])
-        watchdog.daemon = True
-        watchdog.start()
         began = time.monotonic()
-        status, said, numbers = _tried(case, way, inputs)
-        watchdog.cancel()
+        with _watched(min(case.patience, self._seconds - self.spent), self._give_up):
+            status, said, numbers = _tried(case, way, inputs)
         spent = round(time.monotonic() - began, 3)
         self._add(Row(case.section, case.name, way, status, said, spent, numbers))
         if status == "failed" and not self._alive():
@@ -157,19 +172,50 @@ class Book:
         written.replace(self._path)
 
 
+@dataclass(frozen=True)
+class _Unbuilt:
+    """Why there are no inputs: the other ways of the case need not try."""
+
+    status: Status
+    said: str
+
+
+@contextmanager
+def _watched(patience: float, give_up: Callable[[float], None]) -> Iterator[None]:
+    watchdog = threading.Timer(patience, give_up, [patience])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
 def _tried(case: Case, way: str, inputs: list[Any]) -> tuple[Status, str, Numbers]:
+    building = False
     with warnings.catch_warnings(record=True) as heard:  # torch warns of a reason, then raises without it
         try:
             if not inputs:
+                building = True
                 inputs.append(case.build())
-            return "ok", "", dict(case.ways[way](inputs[0]))
+                building = False
+            if isinstance(built := inputs[0], _Unbuilt):
+                return built.status, f"{AGAIN}{built.said}", {}
+            return "ok", "", dict(case.ways[way](built))
         except WrongError as error:
             return "wrong", str(error), error.numbers
-        except (SkippedError, ModuleNotFoundError) as error:
-            return "skipped", _first_line(error), {}
         except Exception as error:
-            reasons = [_first_line(warning.message) for warning in heard[-1:]]
-            return "failed", "; ".join([f"{type(error).__name__}: {_first_line(error)}", *reasons]), {}
+            status, said = _reason(error, heard)
+        if building:
+            inputs.append(_Unbuilt(status, said))
+        return status, said, {}
+
+
+def _reason(error: Exception, heard: Sequence[warnings.WarningMessage]) -> tuple[Status, str]:
+    if isinstance(error, SkippedError | ModuleNotFoundError):
+        return "skipped", _first_line(error)
+    reasons = [_first_line(warning.message) for warning in heard[-1:]]
+    return "failed", "; ".join([f"{type(error).__name__}: {_first_line(error)}", *reasons])
 
 
 def _first_line(error: object) -> str:

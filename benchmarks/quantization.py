@@ -44,6 +44,7 @@ from bifolio.cluster.models import resolve
 from bifolio.cluster.tokenizer import Tokenizer
 from bifolio.kernels import kv_layout, use
 from bifolio.replicas.batch import Row, build_batch
+from bifolio.replicas.block_stores import HostBlocks
 from bifolio.replicas.kv_cache import KvCache
 from bifolio.replicas.llama import Llama
 from bifolio.replicas.runner import Runner
@@ -133,7 +134,8 @@ def make_runner(source: Path, name: str, sequences: int, longest: int) -> Runner
     layout = kv_layout(dtype, config.head_dim, BLOCK_SIZE)
     blocks = sequences * -(-longest // BLOCK_SIZE)
     cache = KvCache(blocks, config.layers, config.kv_heads, BLOCK_SIZE, config.head_dim, dtype, layout)
-    return Runner(Llama(config, weights, quantization="int8" if name == "int8" else None), cache)
+    llama = Llama(config, weights, quantization="int8" if name == "int8" else None)
+    return Runner(llama, cache, HostBlocks(cache))
 
 
 @dataclass
@@ -195,10 +197,10 @@ def answer(runner: Runner, prompts: list[list[int]], most: int, ends: Sequence[i
     blocks = [range(1 + i * width, 1 + (i + 1) * width) for i in range(len(prompts))]
     answers = []
     for prompt, own in zip(prompts, blocks, strict=True):
-        answers.append([int(runner.run(build_batch([Row(prompt, 0, own)], BLOCK_SIZE)).argmax())])
+        answers.append([int(runner.run([Row(prompt, 0, own)]).argmax())])
     while going := [i for i, a in enumerate(answers) if len(a) < most and a[-1] not in ends]:
         rows = [Row(answers[i][-1:], len(prompts[i]) + len(answers[i]) - 1, blocks[i]) for i in going]
-        for i, token in zip(going, runner.run(build_batch(rows, BLOCK_SIZE)).argmax(-1).tolist(), strict=True):
+        for i, token in zip(going, runner.run(rows).argmax(-1).tolist(), strict=True):
             answers[i].append(token)
     return answers
 

@@ -61,7 +61,9 @@ from bifolio.kernels import kv_layout, linear, paged_attention, rms_norm, rope_a
 from bifolio.kernels.bindings import Native
 from bifolio.protos.messages import BlockId, Generation, Sampling
 from bifolio.replicas import engine as engine_module
+from bifolio.replicas import runner as runner_module
 from bifolio.replicas.batch import Batch, Row, build_batch
+from bifolio.replicas.block_stores import HostBlocks
 from bifolio.replicas.engine import Engine
 from bifolio.replicas.kv_cache import KvCache
 from bifolio.replicas.llama import Llama
@@ -199,7 +201,7 @@ class Decode:
             block_size=BLOCK_SIZE,
             draw=lambda _, count: None,
         )
-        self._engine = Engine(Runner(model.llama, cache), scheduler)
+        self._engine = Engine(Runner(model.llama, cache, HostBlocks(cache)), scheduler)
         vocabulary = model.llama.config.vocab_size
         order = (torch.randperm(cache.blocks) + 1).tolist()
         for i in range(batch):
@@ -224,7 +226,7 @@ class Decode:
         seconds["Python"] = seconds["with timers"] - native - seconds["embedding"] - seconds["choice"]
         named = ("linears", "attention", "small", "choice", "Python")
         seconds["rest"] = seconds["step"] - sum(seconds[name] for name in named)
-        stages["model"] -= native + seconds["embedding"]
+        stages["model"] -= native + seconds["embedding"] + stages["batch"]
         stages["sample"] -= seconds["choice"]
         stages["other"] = seconds["Python"] - sum(stages.values())
         return seconds | {f"Python, {name}": value for name, value in stages.items()}
@@ -254,7 +256,7 @@ class Decode:
         engine = self._engine
         with ExitStack() as stack:
             stack.enter_context(around(engine.scheduler, "schedule", "schedule"))
-            stack.enter_context(around(engine_module, "build_batch", "batch"))
+            stack.enter_context(around(runner_module, "host_batch", "batch"))
             stack.enter_context(around(engine.runner, "compute", "model"))
             stack.enter_context(around(engine_module, "sample_tokens", "sample"))
             stack.enter_context(around(engine.scheduler, "record", "record"))

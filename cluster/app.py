@@ -34,48 +34,67 @@ def build(config: ClusterConfig, model: Path) -> Any:
 
     from .ingress import Ingress
 
-    spec = replica_spec(config, model, (MANAGER, APPLICATION))
     common = {
         "max_ongoing_requests": 100_000,  # the ledger admits; Serve must never queue
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": 2,
         "health_check_timeout_s": 10,
     }
-    replica_actor = {
-        "num_cpus": 0,  # small machines: the operating system shares the cores
-        "runtime_env": {"env_vars": replica_environment(config)},
-    }
 
     # Not as decorators: then the module's name would no longer be the class, and Serve would pickle it by value.
-    def pool(name: str, cls: type, replicas: int, **options: Any) -> Any:
+    def pool(role: str, cls: type, **options: Any) -> Any:
         make = serve.deployment(
-            name=name,
-            num_replicas=replicas,
-            ray_actor_options=replica_actor,
+            name=role.capitalize(),
+            num_replicas=config.pools.wanted[role],
+            ray_actor_options=actor_options(config, role),
             graceful_shutdown_timeout_s=60,
             **common,
             **options,
         )
-        return make(cls).bind(spec)
+        share = config.pools.used[role].num_gpus or 1.0
+        return make(cls).bind(replica_spec(config, model, (MANAGER, APPLICATION), share))
 
     router = {"request_router_class": "bifolio.cluster.router:PlacementRouter"}
-    decode = pool("Decode", DecodeReplica, config.pools.decode.replicas, request_router_config=router)
-    prefill = [pool("Prefill", PrefillReplica, config.pools.prefill.replicas)] if config.pools.prefill.replicas else []
+    decode = pool("decode", DecodeReplica, request_router_config=router)
+    prefill = [pool("prefill", PrefillReplica)] if config.pools.prefill.replicas else []
     ingress = serve.deployment(name="Ingress", ray_actor_options={"num_cpus": 0}, **common)(Ingress)
     # The ingress never calls prefill; binding it here makes it part of the application.
     return ingress.bind(config, model, (MANAGER, APPLICATION), decode, *prefill)
 
 
-def replica_spec(config: ClusterConfig, model: Path, manager: tuple[str, str]) -> ReplicaSpec:
-    """What a replica is told. Imports torch."""
+def actor_options(config: ClusterConfig, role: str) -> dict[str, Any]:
+    """What Ray is told about the processes of a pool: where they may run, and how much of a GPU they take."""
+    pool = config.pools.used[role]
+    options: dict[str, Any] = {
+        "num_cpus": 0,  # small machines: the operating system shares the cores
+        "runtime_env": {"env_vars": replica_environment(config)},
+    }
+    if config.engine.device == "cuda":
+        assert pool.num_gpus is not None, "the configuration is decided"
+        options["num_gpus"] = pool.num_gpus
+    if pool.accelerator_type is not None:
+        options["accelerator_type"] = pool.accelerator_type
+    if pool.labels:
+        options["label_selector"] = pool.labels
+    return options
+
+
+def replica_spec(config: ClusterConfig, model: Path, manager: tuple[str, str], num_gpus: float = 1.0) -> ReplicaSpec:
+    """What a replica is told; `num_gpus` is its share of a GPU, where it has one. Imports torch."""
     from bifolio.replicas.core import ReplicaSpec
 
     assert config.model.dtype is not None, "the configuration is resolved"
-    return ReplicaSpec(model, config.model.dtype, config.model.quantization, config.engine, config.kv, manager)
+    return ReplicaSpec(
+        model, config.model.dtype, config.model.quantization, config.engine, config.kv, manager, num_gpus
+    )
 
 
 def replica_environment(config: ClusterConfig) -> dict[str, str]:
-    """What a replica process needs before torch is loaded. By the CPU of this machine: all replicas are on it."""
+    """What a replica process needs before torch is loaded. By the CPU of this machine: all replicas are on it.
+
+    Nothing for GPUs: torch's allocator stays as it is, because memory of expandable segments cannot be shared between
+    processes. What `exact` needs is the CPU's alone, as `exact` is.
+    """
     threads = {"OMP_NUM_THREADS": str(config.engine.threads)}
     exact = {"MKL_CBWR": "AVX512,STRICT" if _has_avx512() else "AVX2,STRICT"} if config.engine.exact else {}
     return MALLOC | threads | exact

@@ -22,6 +22,8 @@ _FLAGS = {
     "served_model_name": "model.served_name",
     "dtype": "model.dtype",
     "quantization": "model.quantization",
+    "device": "engine.device",
+    "kv_memory": "engine.kv_memory",
     "kernels": "engine.kernels",
     "exact": "engine.exact",
     "threads": "engine.threads",
@@ -99,7 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--model", help="a known model (default: smollm2-135m), ORG/NAME of the hub, a .gguf file or a directory"
     )
-    verify.add_argument("--dtype", help="float32 (default) is verified in exact mode; of others the flips are counted")
+    verify.add_argument(
+        "--dtype",
+        help="float32 (default on CPUs) is verified in exact mode; of others, and on GPUs, the flips are counted",
+    )
     _add_computing(verify)
     verify.add_argument("--exact", action="store_true", default=None, help="also of other dtypes a flip is a failure")
     verify.add_argument("--long", action="store_true", help="at least 10,000 token comparisons")
@@ -137,6 +142,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_computing(command: argparse.ArgumentParser) -> None:
     command.add_argument("--quantization", metavar="int8", help="int8 weights (default: as the dtype says)")
+    command.add_argument("--device", help="auto (default: a GPU if there is one), cuda, or cpu")
+    command.add_argument("--kv-memory", metavar="M", help="a replica's KV cache: 12GiB, '16384 tokens', 0.5, auto")
     command.add_argument("--kernels", help="auto (default), avx512, avx2, generic, triton, or torch")
     command.add_argument("--threads", type=int, metavar="N", help="CPU threads of a replica (default: 1)")
 
@@ -158,12 +165,13 @@ def _verify(args: argparse.Namespace) -> int:
     from .config import load, resolved
 
     given = _given(args)
-    if args.dtype in (None, "float32") and args.quantization is None:
-        given["engine.exact"] = True
-    config = resolved(load(args.config, given))
+    config = load(args.config, given)
+    gpus = config.engine.device == "cuda" or config.engine.kernels == "triton"  # which promise no bits
+    if args.dtype in (None, "float32") and args.quantization is None and not gpus:
+        config = load(args.config, given | {"engine.exact": True})
     from .verify import verify
 
-    return verify(config, long=args.long)
+    return verify(resolved(config), long=args.long)
 
 
 def _demo(args: argparse.Namespace) -> int:

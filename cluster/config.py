@@ -5,6 +5,7 @@ Each layer owns the class of its part; this file composes them. Starts nothing, 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,14 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from bifolio.kv_manager.config import FrozenConfig, KvConfig
 from bifolio.protos.errors import ConfigError
-from bifolio.replicas.config import DecodePoolConfig, EngineConfig, ModelConfig, PrefillPoolConfig
+from bifolio.replicas.config import (
+    GPU_DEFAULTS,
+    DecodePoolConfig,
+    EngineConfig,
+    ModelConfig,
+    PoolConfig,
+    PrefillPoolConfig,
+)
 
 from .mistakes import allowed, explain
 from .models import default_name
@@ -30,6 +38,11 @@ class PoolsConfig(FrozenConfig):
     def wanted(self) -> dict[str, int]:
         """How many replicas of each role."""
         return {"prefill": self.prefill.replicas, "decode": self.decode.replicas}
+
+    @property
+    def used(self) -> dict[str, PoolConfig]:
+        """The pools that have replicas, by role."""
+        return {role: getattr(self, role) for role, replicas in self.wanted.items() if replicas}
 
 
 class HttpConfig(FrozenConfig):
@@ -85,6 +98,19 @@ class ClusterConfig(FrozenConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _what_is_asked_suits_the_device(self) -> ClusterConfig:
+        if self.engine.device == "cuda" and self.model.quantization is not None:
+            raise ValueError(
+                f"model.quantization {self.model.quantization} with engine.device cuda; allowed on GPUs: null, "
+                "fp8 and int8 weights on GPUs are not there yet"
+            )
+        for role, pool in self.pools.used.items():
+            for name in ("num_gpus", "accelerator_type"):
+                if self.engine.device == "cpu" and (value := getattr(pool, name)) is not None:
+                    raise ValueError(f"pools.{role}.{name} is {value} with engine.device cpu; allowed on CPUs: null")
+        return self
+
 
 def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
     """The configuration in a YAML file, or the defaults; `overrides` are values by dotted path and win."""
@@ -98,6 +124,11 @@ def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = N
             if not isinstance(branch, dict):
                 raise ConfigError(f"{source}: {parent} is {branch!r}; a mapping is needed to set {dotted}")
         branch[name] = value
+    return validated(tree, source)
+
+
+def validated(tree: Mapping[str, Any], source: str) -> ClusterConfig:
+    """ConfigError says what is wrong with `tree`, after the name of where it comes from."""
     try:
         return ClusterConfig.model_validate(tree)
     except ValidationError as error:
@@ -121,7 +152,10 @@ def schema() -> dict[str, Any]:
 
 
 def show(config: ClusterConfig) -> str:
-    """The whole configuration as YAML that `load` reads back, each field under its description."""
+    """The whole configuration as YAML that `load` reads back, each field under its description.
+
+    Fields that depend on the device, while neither is decided, are comments: as values they would no longer be open.
+    """
     return "\n".join(_lines(config)) + "\n"
 
 
@@ -165,4 +199,10 @@ def _lines(config: BaseModel, indent: str = "") -> Iterator[str]:
             yield from _lines(value, indent + "  ")
         else:
             yield f"{indent}# {field.description} [{allowed(cls, [name])}]"
-            yield f"{indent}{yaml.safe_dump({name: value}, allow_unicode=True, width=10_000).strip()}"
+            lines = yaml.safe_dump({name: value}, allow_unicode=True, width=10_000).strip()
+            yield textwrap.indent(lines, f"{indent}# " if _is_open(config, name) else indent)
+
+
+def _is_open(config: BaseModel, name: str) -> bool:
+    undecided = isinstance(config, EngineConfig) and config.device == "auto" and name in GPU_DEFAULTS
+    return undecided and name not in config.model_fields_set

@@ -25,6 +25,7 @@ from bifolio.kv_manager.actor import connect
 from bifolio.protos import inference_pb2 as pb
 from bifolio.protos.errors import BifolioError, Unavailable
 from bifolio.protos.messages import RequestId
+from bifolio.replicas.kv_memory import ITEMSIZES, context_of
 from bifolio.replicas.model_files import model_config
 
 from .answer import Piece, answer, in_thread
@@ -36,7 +37,7 @@ from .convert import logprobs_to_pb, query_from_pb
 from .frontend import Frontend
 from .openai import not_served
 from .peers import OnlyLoopback
-from .query import Served, check_model, context_of, most_bytes, template_of
+from .query import Served, check_model, most_bytes, template_of
 from .responses import StreamedResponse, body_of, refusal
 from .rpc import call
 from .schema import parse
@@ -67,12 +68,13 @@ class Ingress:
     ) -> None:
         shape = model_config(model)
         assert config.model.served_name is not None, "the configuration is resolved"
+        assert config.model.dtype is not None, "the configuration is resolved"
         tokenizer = Tokenizer.load(model)
         self._served = Served(
             config.model.served_name,
             tokenizer,
             template_of(tokenizer),
-            context_of(shape.max_positions, config.engine.cache_tokens, config.engine.block_size),
+            context_of(shape, config.engine, ITEMSIZES[config.model.dtype]),
             shape.vocab_size,
             int(time.time()),
         )

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from bifolio.protos.errors import BifolioError, ConfigError
+from bifolio.protos.errors import ConfigError, Unavailable
 
 from .reaper import KEEP, MARK
 
@@ -96,7 +96,7 @@ def local_ray(doors: Collection[int]) -> Iterator[Path]:
     """A Ray cluster for the time of the context; afterwards no process and no file of it is left. It keeps off the
     ports in `doors`: its user will listen there.
 
-    Yields the folder of its logs; they are kept when the context ends by an error of ours, because they say more. Must
+    Yields the folder of its logs; they are kept when the context ends as Unavailable, because they say more. Must
     be entered before anything imports ray: its constants are read from the environment at import.
     """
     directory = Path(tempfile.mkdtemp(prefix="bifolio-"))  # for us alone; short, as Ray puts unix sockets below it
@@ -119,7 +119,7 @@ def local_ray(doors: Collection[int]) -> Iterator[Path]:
             _temp_dir=str(directory / "ray"),  # Ray opens this one to all users
         )
         yield directory / "ray" / "session_latest" / "logs"
-    except BifolioError:
+    except Unavailable:
         reaper.stdin.write(KEEP)
         raise
     finally:

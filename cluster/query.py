@@ -88,11 +88,6 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
     return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
 
 
-def context_of(max_positions: int, cache_tokens: int, block_size: int) -> int:
-    """What can ever fit: the model's positions, and the blocks of one decode replica, where a whole sequence lies."""
-    return min(max_positions, cache_tokens // block_size * block_size)
-
-
 def most_bytes(context_length: int) -> int:
     """What a request may take in all. Text beyond this has more tokens than the context, and would take seconds to
     parse and to tokenize before that is known."""

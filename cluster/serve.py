@@ -12,16 +12,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from bifolio.protos.errors import Unavailable
-from bifolio.replicas.model_files import check_model
+from bifolio.replicas.kv_memory import ITEMSIZES, context_of
+from bifolio.replicas.model_files import check_model, model_config
 
 from .app import APPLICATION, MANAGER, SERVICER, build
 from .config import ClusterConfig
+from .devices import Node, describe, on_devices
 from .local import local_ray, require_free
 from .models import resolve
 from .query import template_of
@@ -91,14 +93,20 @@ def serve(config: ClusterConfig) -> int:
 
 
 def _start(config: ClusterConfig, model: Path, say: Say) -> None:
-    """Deploy, and say which replicas are there, until all are."""
+    """Decide on devices, deploy, and say which replicas are there, until all are."""
+    import ray
     from ray import serve
     from ray.exceptions import RayError
 
-    from bifolio.kv_manager.actor import start
+    from bifolio.kv_manager.actor import connect, start
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # our own lines say what happens
     try:
+        nodes = _nodes()
+        config = on_devices(config, nodes)
+        assert config.model.dtype is not None, "the configuration is resolved"
+        context_of(model_config(model), config.engine, ITEMSIZES[config.model.dtype])  # refused here, not by replicas
+        say(describe(config, nodes))
         start(MANAGER, APPLICATION, config.kv)
         serve.start(
             http_options={"host": config.http.host, "port": config.http.port},
@@ -108,8 +116,26 @@ def _start(config: ClusterConfig, model: Path, say: Say) -> None:
         target = serve.RunTarget(build(config, model), name=APPLICATION, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
         _wait_until_running(config, say)
+        for line in _caches(ray.get(connect(MANAGER, APPLICATION).snapshot.remote())["replicas"]):
+            say(line)
     except (RayError, RuntimeError) as error:
         raise Unavailable(f"the cluster did not start: {error}") from error
+
+
+def _caches(replicas: list[dict[str, Any]]) -> Iterator[str]:
+    """How the KV caches came to their sizes: what the first replica of each role says, equal lines once."""
+    roles: dict[str, list[str]] = {}
+    for role in ("prefill", "decode"):
+        for line in next((replica["cache"] for replica in replicas if replica["role"] == role), ()):
+            roles.setdefault(line, []).append(role)
+    yield from (f"KV cache, {' and '.join(who)}: {line}" for line, who in roles.items())
+
+
+def _nodes() -> tuple[Node, ...]:
+    """What the cluster has."""
+    import ray
+
+    return tuple(Node.of(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"])
 
 
 def _wait_until_running(config: ClusterConfig, say: Say) -> None:

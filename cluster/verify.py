@@ -1,7 +1,8 @@
 """`bifolio verify`: does the answer depend on how it was computed? Tried on the user's own model, shown as one table.
 
 In exact mode every bit of every row of logits must agree, and each greedy token with transformers', where that is
-installed; otherwise the exit status is 1. In bfloat16 and float16 the table shows how often a token flips.
+installed; otherwise the exit status is 1. In bfloat16 and float16, and on GPUs, the table shows how often a token flips
+and how far logits are apart; there only a decode step that chooses another token when it is replayed is a failure.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -22,13 +23,17 @@ from rich.table import Table
 from bifolio.protos.errors import ConfigError, Unavailable
 
 from .app import replica_environment, replica_spec
-from .config import ClusterConfig
+from .config import ClusterConfig, PoolsConfig
+from .devices import Node, on_devices
 from .models import resolve
 from .oracle import TIE, Oracle, Verdict
 from .tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from bifolio.replicas.differences import Way
+
 LONG = 10_000  # token comparisons of `verify --long`, at least
-PER_TOKEN = 4.5  # comparisons: four ways, and one that computes half of the answer
+PER_TOKEN = 4.5  # comparisons, at least: four ways, and one that computes half of the answer
 
 # Cut into prompts. Several scripts, numbers, code and joined characters: not only what is one token a word.
 TEXT = """Serving a language model has two stages. Prefill reads the whole prompt at once and is limited by arithmetic;
@@ -53,60 +58,87 @@ def verify(config: ClusterConfig, *, long: bool) -> int:
     """Compute, compare, print. Returns the exit status; raises ConfigError where `exact` does not hold at all."""
     model = resolve(config.model.source)
     tokenizer = Tokenizer.load(model)
-    exact = config.engine.exact
-    _prepare(config)
-    from bifolio.replicas.model_files import model_config
-    from bifolio.replicas.verify import BATCH, Verifier
+    config = _prepared(config)
+    from bifolio.replicas.verify import Verifier
 
     assert config.model.dtype is not None, "the configuration is resolved"
-    context = model_config(model).max_positions
-    console, began = Console(highlight=False), time.monotonic()
+    console, began = Console(highlight=False, width=None if sys.stdout.isatty() else 120), time.monotonic()
     with Verifier(replica_spec(config, model, ("", ""))) as verifier:
-        most = min(context, verifier.most_tokens)
+        most, batch = verifier.most_tokens, verifier.batch
         if most < 2:
             raise ConfigError(
-                f"engine.cache_tokens is {config.engine.cache_tokens}; needed to verify: "
-                f"{BATCH * config.engine.block_size}, a block for each of {BATCH} sequences"
+                f"engine.kv_memory is {config.engine.kv_memory}; needed to verify: "
+                f"{batch * config.engine.block_size} tokens, a block for each of {batch} sequences"
             )
-        tokens = min(64 if long else 16, most // 2)
-        count = BATCH * math.ceil(LONG / (PER_TOKEN * tokens * BATCH)) if long else BATCH
-        print(f"computing {count} prompts in 6 ways, {tokens} tokens each", file=sys.stderr)
+        tokens = min(64 if long else 3 if verifier.interpreted else 16, most // 2)
+        count = batch * math.ceil(LONG / (PER_TOKEN * tokens * batch)) if long else batch
+        ways = 1 + verifier.ways_there
+        print(f"computing {count} prompts in {ways} ways, {tokens} tokens each", file=sys.stderr)
         prompts = list(itertools.islice(_prompts(tokenizer.encode(TEXT), most - tokens), count))
+        answers: list[tuple[Any, Any]] = []
+        results: dict[str, Way] = {}
         with _progress() as progress:
-            task = progress.add_task("reference", total=count)
-            answers = []
-            for prompt in prompts:
-                answers.append(verifier.answer(prompt, tokens))
-                progress.advance(task)
-            results = []
-            task = progress.add_task("other ways", total=5 * count)
-            for way in verifier.ways(answers, lambda: progress.advance(task)):
-                results.append(way)
-                if not progress.console.is_terminal:  # which shows no bars
-                    progress.console.print(f"{way.name}: {way.compared:,} compared, {time.monotonic() - began:.0f} s")
-    verdict, reason = _judged([(a.prompt, a.tokens) for a in answers], model, config.model.dtype)
+            task = progress.add_task("computing", total=ways * count)
+            # One batch after the other: the logits of more are not held
+            for first in range(0, count, batch):
+                group = []
+                for prompt in prompts[first : first + batch]:
+                    group.append(verifier.answer(prompt, tokens))
+                    progress.advance(task)
+                for way in verifier.ways(group, lambda: progress.advance(task)):
+                    results.setdefault(way.name, way.fresh()).add(way)
+                    if not progress.console.is_terminal:  # which shows no bars
+                        done = results[way.name].compared
+                        progress.console.print(f"{way.name}: {done:,} compared, {time.monotonic() - began:.0f} s")
+                answers += [(a.prompt, a.tokens) for a in group]
+        missing = verifier.float32.missing if verifier.float32 else ""
+    verdict, reason = _judged(answers, model, config.model.dtype)
 
     lengths = sorted(map(len, prompts))
-    quantized = f" with {config.model.quantization} weights" if config.model.quantization else ""
     console.print(
-        f"{config.model.served_name}: {config.model.dtype}{quantized}, exact {'on' if exact else 'off'}, threads "
+        f"{config.model.served_name}: {_computing(config)}, exact {'on' if config.engine.exact else 'off'}, threads "
         f"{config.engine.threads}; {count} prompts of {lengths[0]} to {lengths[-1]} tokens, {tokens} tokens each; "
         f"{time.monotonic() - began:.0f} s",
         soft_wrap=True,
     )
-    console.print(_table(results, verdict, reason))
-    differing = sum(way.compared - way.equal for way in results)
-    compared = sum(way.compared for way in results)
+    console.print(_table(list(results.values()), verdict, reason, missing))
+    return _concluded(config, list(results.values()), verdict, console)
+
+
+def _concluded(config: ClusterConfig, results: list[Way], verdict: Verdict, console: Console) -> int:
+    """The last line, and the exit status."""
+    exact = config.engine.exact
+    here = [way for way in results if way.against != "float32"]  # of that nobody expects the same bits
+    differing = sum(way.compared - way.equal for way in here)
     what = "differences" if exact else "rows of logits with other bits"
-    console.print(f"{differing:,} {what} in {compared:,} token comparisons")
+    console.print(f"{differing:,} {what} in {sum(way.compared for way in here):,} token comparisons")
+    replayed = sum(way.flips for way in results if way.against == "eager")
+    if replayed:
+        console.print(
+            f"{replayed:,} replayed decode steps choose another token: a mistake of Bifolio or of the driver; "
+            "engine.cuda_graphs: false computes without them"
+        )
     plain = config.model.dtype == "float32" and config.model.quantization is None
     wrong = plain and verdict.mismatches > 0
-    return 1 if wrong or (exact and differing) else 0
+    return 1 if wrong or replayed or (exact and differing) else 0
 
 
-def _prepare(config: ClusterConfig) -> None:
-    """The environment of a replica, for this process: only works before torch is imported."""
+def _computing(config: ClusterConfig) -> str:
+    """In which numbers, by what; what is usual is not named."""
+    engine, quantization = config.engine, config.model.quantization
+    on = "" if engine.device == "cpu" else f" on {engine.device}"
+    by = f", {engine.kernels} kernels" if engine.kernels == "triton" else ""
+    return f"{config.model.dtype}{on}{f' with {quantization} weights' if quantization else ''}{by}"
+
+
+def _prepared(config: ClusterConfig) -> ClusterConfig:
+    """The environment of a replica, for this process: only works before torch is imported. Then what is left open is
+    decided as `serve` does on this machine alone: `auto` is the CPU where exactness is asked for."""
     os.environ.update(replica_environment(config))
+    import torch
+
+    alone = config.model_copy(update={"pools": PoolsConfig()})  # however many replicas there would be
+    return on_devices(alone, [Node(torch.cuda.device_count())])
 
 
 def _prompts(tokens: list[int], most: int) -> Any:
@@ -131,26 +163,33 @@ def _judged(answers: list[Any], model: Path, dtype: str) -> tuple[Verdict, str]:
     return verdict, ""
 
 
-def _table(results: list[Any], verdict: Verdict, reason: str) -> Table:
+def _table(results: list[Way], verdict: Verdict, reason: str, missing: str) -> Table:
+    """`reason`, `missing`: why transformers and the CPU's float32 were not asked, if they were not."""
     table = Table()
-    table.add_column("computed")
-    for name in ("compared", "bit-equal logits", "other token", "flip rate"):
+    table.add_column("computed", no_wrap=True)
+    for name in ("compared", "bit-equal logits", "other token", "flip rate", "largest difference", "mean"):
         table.add_column(name, justify="right")
     for way in results:
-        rate = f"{way.flips / way.compared:.2%}"
-        table.add_row(way.name, f"{way.compared:,}", f"{way.equal:,}", f"{way.flips:,}", rate)
+        counts = (f"{way.compared:,}", f"{way.equal:,}", f"{way.flips:,}", f"{way.flip_rate:.2%}")
+        table.add_row(way.name, *counts, _small(way.largest), _small(way.mean))
+    notes = [f"not compared with float32 on the CPU: it {missing}"] if missing else []
     if reason:
-        table.add_row("by transformers", "no", "", "", "")
-        table.caption = f"not compared with transformers: {reason}"
+        table.add_row("by transformers", "no", *[""] * 5)
+        notes.append(f"not compared with transformers: {reason}")
     else:
         others = verdict.ties + verdict.mismatches
         rate = f"{others / verdict.compared:.2%}"
-        table.add_row("by transformers", f"{verdict.compared:,}", "", f"{others:,}", rate)
+        table.add_row("by transformers", f"{verdict.compared:,}", "", f"{others:,}", rate, "", "")
         if verdict.ties:
-            table.caption = (
-                f"other tokens than transformers': {verdict.ties} of {others} are ties, closer than {TIE:.0e}"
-            )
+            notes.append(f"other tokens than transformers': {verdict.ties} of {others} are ties, closer than {TIE:.0e}")
+    if any(way.against == "eager" for way in results):
+        notes.append("graph: replayed decode steps against the same ones launched kernel by kernel")
+    table.caption = "\n".join(notes) or None
     return table
+
+
+def _small(number: float) -> str:
+    return f"{number:.1e}" if number else "0"
 
 
 def _progress() -> Progress:

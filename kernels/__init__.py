@@ -5,7 +5,7 @@ what computes them: the native kernels (`bindings.py`, C++ in `native/`) or plai
 oracle of every other backend, and what runs where none does.
 """
 
-from .backend import Backend, use, using
+from .backend import Backend, runs_triton, use, using
 from .layer import LayerWeights, Step, decoder_layer
 from .layout import Layout, kv_layout
 from .linear import LinearWeights, Quantization, linear, pack_linear
@@ -13,6 +13,7 @@ from .ops import paged_attention, rms_norm, rope_and_write, sample, silu_mul
 from .plan import AttentionPlan, plan
 from .rope_tables import rope_tables
 from .self_check import self_check
+from .static_plan import StaticPlan
 
 __all__ = [
     "AttentionPlan",
@@ -21,6 +22,7 @@ __all__ = [
     "Layout",
     "LinearWeights",
     "Quantization",
+    "StaticPlan",
     "Step",
     "decoder_layer",
     "kv_layout",
@@ -31,6 +33,7 @@ __all__ = [
     "rms_norm",
     "rope_and_write",
     "rope_tables",
+    "runs_triton",
     "sample",
     "self_check",
     "silu_mul",

@@ -130,6 +130,12 @@ def _chosen() -> _Choice:
     return _choice
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels compute on tensors of this device."""
+    choice = _chosen()
+    return choice.triton is not None and (choice.interpreted or device.type != "cpu")
+
+
 def native_for(x: Tensor) -> Native | None:
     """The native kernels, if they were chosen and have code for a tensor like this."""
     return _chosen().native if x.device.type == "cpu" and x.dtype in NATIVE_DTYPES else None
@@ -137,5 +143,5 @@ def native_for(x: Tensor) -> Native | None:
 
 def twins_for(x: Tensor) -> ModuleType:
     """The module of twins that computes on tensors like this where no native kernel does: torch's or Triton's."""
-    choice = _chosen()
-    return choice.triton if choice.triton and (choice.interpreted or x.device.type != "cpu") else torch_twins
+    triton = _chosen().triton
+    return triton if triton and runs_triton(x.device) else torch_twins

@@ -99,12 +99,13 @@ def linear(x: Tensor, weights: LinearWeights, *, out_dtype: torch.dtype | None =
         y = _int8(x, weights.weight, weights.scale)
         y = y if weights.bias is None else y + weights.bias
         return y.to(out_dtype or x.dtype)
-    y = (
-        torch_exact.linear(x, weights.weight, weights.bias)
-        if weights.exact
-        else F.linear(x, weights.weight, weights.bias)
-    )
-    return y.to(out_dtype or x.dtype)
+    if weights.exact:
+        return torch_exact.linear(x, weights.weight, weights.bias).to(out_dtype or x.dtype)
+    if out_dtype in (None, x.dtype) or x.device.type == "cpu":
+        return F.linear(x, weights.weight, weights.bias).to(out_dtype or x.dtype)
+    # bfloat16 has a digit fewer than logits need to tell two tokens apart: the sums are float32 anyway, keep them
+    y = torch.mm(x, weights.weight.t(), out_dtype=out_dtype)
+    return y if weights.bias is None else y + weights.bias
 
 
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,18 +5,30 @@ Knows lengths and block numbers; knows nothing of heads, dtypes or the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import checks
 
 T = TypeVar("T")
+
+Cut = Callable[[NDArray[np.int32]], tuple[NDArray[np.int32], ...]]  # lengths in, tables of work out
+
+
+class FixedTables(Protocol):
+    """Keeps tables of work where they are while the lengths that they are made of change: a `StaticPlan` does."""
+
+    def make(self, shapes: tuple[tuple[int, int], ...], cut: Cut) -> tuple[Tensor, ...]:
+        """int32 tensors of these shapes. Whenever there are new lengths, `cut` is asked for their first lines, and the
+        lines after those become -1."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,7 @@ class AttentionPlan:
     lengths: tuple[int, ...]  # seq_lens on the host
     host_table: Tensor | None  # block_table on the host, if it was there
     batch_invariant: bool
+    fixed: FixedTables | None = None  # of a static plan: its tensors change, and `lengths` is empty
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
     _checked: set[tuple[int, int]] = field(default_factory=set, init=False, repr=False)
 
@@ -77,19 +90,27 @@ class AttentionPlan:
         """
         if (num_blocks, block_size) in self._checked:
             return
-        columns = self.block_table.shape[1]
-        if (longest := max(self.lengths, default=0)) > columns * block_size:
-            raise ValueError(
-                f"block_table: {columns} blocks of {block_size} positions a sequence; one has {longest} positions"
-            )
-        if self.host_table is not None and self.host_table.numel():
-            low, high = map(int, self.host_table.aminmax())
-            if low < 0 or high >= num_blocks:  # perhaps in the padding alone, which may hold anything
-                self._check_used(self.host_table, num_blocks, block_size)
+        table = None if self.host_table is None else self.host_table.numpy()
+        check_blocks(self.lengths, table, self.block_table.shape[1], num_blocks, block_size)
         self._checked.add((num_blocks, block_size))
 
-    def _check_used(self, table: Tensor, num_blocks: int, block_size: int) -> None:
-        for b, (line, keys) in enumerate(zip(table.tolist(), self.lengths, strict=True)):
+    @property
+    def caches(self) -> Collection[tuple[int, int]]:
+        """num_blocks and block_size of those that `check_blocks` was asked for."""
+        return self._checked
+
+
+def check_blocks(
+    lengths: Sequence[int], table: NDArray[np.int32] | None, columns: int, num_blocks: int, block_size: int
+) -> None:
+    """As `AttentionPlan.check_blocks`, of what is on the host. table [len(lengths), any]; None is not known."""
+    if (longest := max(lengths, default=0)) > columns * block_size:
+        raise ValueError(
+            f"block_table: {columns} blocks of {block_size} positions a sequence; one has {longest} positions"
+        )
+    # what is outside is perhaps in the padding alone, which may hold anything
+    if table is not None and table.size and (table.min() < 0 or table.max() >= num_blocks):
+        for b, (line, keys) in enumerate(zip(table.tolist(), lengths, strict=True)):
             for block in line[: -(-keys // block_size)]:
                 if not 0 <= block < num_blocks:
                     raise ValueError(f"block_table: block {block} in sequence {b}; allowed is 0 to {num_blocks - 1}")

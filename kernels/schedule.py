@@ -43,7 +43,7 @@ class Schedule:
 
 def schedule(
     starts: Sequence[int],
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Table,
     *,
     group: int,
     kv_heads: int,
@@ -71,6 +71,10 @@ def schedule(
     items, merges, part_rows = [], [], 0
     phases = ((decode, decoded, DECODE_PART, INVARIANT_PARTS), (prefill, ~decoded, PREFILL_PART, 1))
     for tiles, chosen, shortest, most in phases:
+        if not chosen.any():  # a decode step's prefill: half of the time that this takes
+            items.append(np.empty((0, len(ITEM)), np.int32))
+            merges.append(np.empty((0, len(MERGE)), np.int32))
+            continue
         work = _cut_rows(rows, keys, chosen, tiles.rows // group, tiles.keys, causal, window)
         if batch_invariant:
             parts = np.minimum(work.tiles * tiles.keys // INVARIANT_PART, most)
@@ -83,6 +87,32 @@ def schedule(
         items.append(_items(work, parts, part_row, tiles.keys))
         merges.append(_merges(work, parts, part_row, first))
     return Schedule(items[0], items[1], np.concatenate(merges), part_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Of tables that hold any of some schedules: lines of `Schedule.decode` and `Schedule.merges`, and part rows."""
+
+    items: int
+    merges: int
+    part_rows: int
+
+
+def decode_capacity(
+    sequences: int, longest: int, *, kv_heads: int, decode: Tiles, processors: int, window: int | None = None
+) -> Capacity:
+    """The most that `schedule` makes of `sequences` sequences with one row each over any number of keys up to
+    `longest`; 0 keys, which stand for no sequence, are an item as well. Not for batch_invariant.
+
+    With P = at_once // kv_heads, `_even_parts` gives a sequence x = tiles * at_once // (all tiles * kv_heads) parts at
+    most, so all x together are at most P. Each sequence is an item at least, so items <= sequences + P. Only those with
+    x >= 2 have partial results and a merge: part rows <= P, merges <= P // 2. And x <= tiles of the longest // tiles of
+    the shortest part: so short contexts are never cut.
+    """
+    seen = longest if window is None else min(longest, window + decode.keys - 1)  # its first tile begins at an edge
+    most = -(-seen // decode.keys) // max(1, DECODE_PART // decode.keys)
+    parts = min(processors * decode.programs // kv_heads, sequences * most) if most > 1 else 0
+    return Capacity(sequences + parts, min(sequences, parts // 2), parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ launched for each layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from . import checks
 from .layout import Layout
 from .plan import AttentionPlan
-from .schedule import schedule
+from .schedule import ITEM, MERGE, Capacity, Schedule, Table, decode_capacity, schedule
 from .tiles import PHASES, Tiles, tiles
 from .triton_attend import attend, combine
 from .triton_runtime import architecture, current, processors
@@ -63,8 +65,8 @@ def paged_attention(
     kv_heads, block_size = kv.shape[2:4]
     window = None if window is None else min(window, FARTHEST)
     work = plan.once(
-        ("triton", heads, kv_heads, head_dim, q.dtype, causal, window),
-        lambda: _work(q, kv_heads, plan, causal, window),
+        ("triton", heads, kv_heads, head_dim, block_size, q.dtype, causal, window),
+        lambda: _work(q, kv, plan, causal, window),
     )
     into = out if out.stride(-1) == 1 else torch.empty_like(q)
     log_sums = into if lse is None else lse if lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
@@ -113,32 +115,50 @@ def paged_attention(
         lse.copy_(log_sums)
 
 
-def _work(q: Tensor, kv_heads: int, plan: AttentionPlan, causal: bool, window: int | None) -> _Work:
+def _work(q: Tensor, kv: Tensor, plan: AttentionPlan, causal: bool, window: int | None) -> _Work:
     heads, head_dim = q.shape[1:]
-    group, where = heads // kv_heads, architecture(q.device)
+    kv_heads, block_size = kv.shape[2:4]
+    group, where, count = heads // kv_heads, architecture(q.device), processors(q.device)
     decode, prefill = (tiles(where, phase, head_dim, group, q.dtype.itemsize) for phase in PHASES)
-    cut = schedule(
+    # who keeps it for new lengths keeps nothing of this step with it
+    cut: Callable[[Sequence[int] | Table], Schedule] = partial(
+        schedule,
         plan.starts,
-        plan.lengths,
         group=group,
         kv_heads=kv_heads,
         decode=decode,
         prefill=prefill,
-        processors=processors(q.device),
+        processors=count,
         causal=causal,
         window=window,
         batch_invariant=plan.batch_invariant,
     )
-    # one copy to the device for all tables
-    tables = (cut.decode, cut.prefill, cut.merges)
-    moved = torch.from_numpy(np.concatenate([table.ravel() for table in tables])).to(q.device, non_blocking=True)
-    decode_items, prefill_items, merges = (
-        part.view(table.shape) for part, table in zip(torch.split(moved, [t.size for t in tables]), tables, strict=True)
-    )
-    launches = ((decode, decode_items), (prefill, prefill_items))
+    launches: tuple[tuple[Tiles, Tensor], ...]
+    if plan.fixed is None:
+        made = cut(plan.lengths)
+        decode_items, prefill_items, merges = _moved((made.decode, made.prefill, made.merges), q.device)
+        launches, part_rows = ((decode, decode_items), (prefill, prefill_items)), made.part_rows
+    else:
+        longest = plan.block_table.shape[1] * block_size
+        room = decode_capacity(plan.tokens, longest, kv_heads=kv_heads, decode=decode, processors=count, window=window)
+        shapes = ((room.items, len(ITEM)), (room.merges, len(MERGE)))
+        decode_items, merges = plan.fixed.make(shapes, lambda lengths: _decode_tables(cut(lengths), room))
+        launches, part_rows = ((decode, decode_items),), room.part_rows
     return _Work(
         launches=tuple((shape, items) for shape, items in launches if len(items)),
         merges=merges,
-        parts=torch.empty(cut.part_rows, heads, head_dim, dtype=torch.float32, device=q.device),
-        part_lse=torch.empty(cut.part_rows, heads, dtype=torch.float32, device=q.device),
+        parts=torch.empty(part_rows, heads, head_dim, dtype=torch.float32, device=q.device),
+        part_lse=torch.empty(part_rows, heads, dtype=torch.float32, device=q.device),
     )
+
+
+def _decode_tables(made: Schedule, room: Capacity) -> tuple[Table, Table]:
+    assert made.part_rows <= room.part_rows, "more partial results than there is room for"
+    return made.decode, made.merges
+
+
+def _moved(tables: Sequence[Table], device: torch.device) -> list[Tensor]:
+    """To the device, in one copy."""
+    moved = torch.from_numpy(np.concatenate([table.ravel() for table in tables])).to(device, non_blocking=True)
+    parts = torch.split(moved, [table.size for table in tables])
+    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]

@@ -82,6 +82,7 @@ class Ledger:
             self._offer(decode, ask, tokens, now),
             self._offer(prefill, ask, ask.tokens, now),
             prefill.info.address,
+            prefill.info.memory,
         )
 
     def revoke(self, request: RequestId, now: float) -> None:
@@ -213,4 +214,5 @@ def _status(book: Book) -> dict[str, Any]:
         "reported": book.reported,
         "held": book.held,
         "max_sequences": book.info.max_sequences,
+        "cache": list(book.info.cache),
     }

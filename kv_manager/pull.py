@@ -1,5 +1,8 @@
 """The decode side of the transfer: opens a Prefill stream, copies its blocks, and vouches for what it got.
 
+    payload of a frame ──write──▶ own block            the prefill replica's block ──copy──▶ own block
+                                                       (if its memory can be reached: nothing comes but the word)
+
 Knows nothing about engines or placements. However a stream fails, it ends as one of our errors: the one the
 prefill side raised, Revoked after a cancel, ReplicaGone when the connection broke, TransferFailed for the rest.
 """
@@ -8,7 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from queue import SimpleQueue
 
 import grpc
@@ -18,8 +23,11 @@ from bifolio.protos.messages import BlockId, Commit, Start
 
 from .channels import Channels
 from .receipt import Receipt
-from .transfer import BlockStore
-from .wire import ERROR_KEY, METHOD, SERVICE, Ack, Frame, Malformed, block_count, pack, unpack
+from .regions import Regions
+from .transfer import BlockStore, Copy
+from .wire import ERROR_KEY, METHOD, SERVICE, Ack, Complete, Frame, Malformed, block_count, pack, unpack
+
+Land = Callable[[Frame | Complete], None]  # has what a frame brings, or stands for, written into our block
 
 
 class PrefillClient:
@@ -28,21 +36,25 @@ class PrefillClient:
     def __init__(self, store: BlockStore, keepalive_s: float = 5.0) -> None:
         self._store = store
         self._channels = Channels(keepalive_s)
+        self._regions = Regions(store)
 
     def pull(self, address: str, start: Start) -> Pull:
-        return Pull(self._store, self._channels, address, start)
+        """Copies from `start.memory`, if it can be reached from here."""
+        return Pull(self._store, self._channels, self._regions, address, start)
 
     def close(self) -> None:
         """Closes the connections; pulls still running fail."""
         self._channels.close()
+        self._regions.close()
 
 
 class Pull:
     """One transfer. `run` it once, in a worker thread; `cancel` it from any other."""
 
-    def __init__(self, store: BlockStore, channels: Channels, address: str, start: Start) -> None:
+    def __init__(self, store: BlockStore, channels: Channels, regions: Regions, address: str, start: Start) -> None:
         self._store = store
         self._channels = channels
+        self._regions = regions
         self._address = address
         self._start = start
         self._receipt = Receipt(start, store.block_bytes)
@@ -69,20 +81,42 @@ class Pull:
     def run(self, blocks: Sequence[BlockId]) -> Commit:
         """Copies block position i into `blocks[i]`, and returns the commit once everything it says is true.
 
-        Only this thread writes to the store. So once `run` has returned or raised, and not earlier (after a
-        cancel it may be copying a frame still), the blocks may be given to someone else.
+        Only this thread writes to the store, and all it wrote lands before it goes on. So once `run` has returned
+        or raised, and not earlier (after a cancel it may be copying a frame still), the blocks may be computed
+        with, or given to someone else.
         """
         assert len(blocks) >= block_count(self._start), "the lease is too small for the tokens"
         self.began = time.monotonic()
         try:
-            with self._channels.use(self._address) as channel:
-                return self._receive(channel, blocks)
+            with (
+                self._channels.use(self._address) as channel,
+                self._regions.use(self._address, self._start.memory) as copy,
+                self._landing(copy, blocks) as land,
+            ):
+                return self._receive(channel, land)
         except (grpc.RpcError, Malformed) as error:
             if self._cancelled:
                 raise self._revoked() from error
             raise _translated(error, self._address) from error
 
-    def _receive(self, channel: grpc.Channel, blocks: Sequence[BlockId]) -> Commit:
+    @contextmanager
+    def _landing(self, copy: Copy | None, blocks: Sequence[BlockId]) -> Iterator[Land]:
+        """All has landed when it is left."""
+        if copy is not None:
+            theirs, copy_block = self._start.blocks, copy
+            yield lambda frame: copy_block(theirs[frame.position], blocks[frame.position])
+            return
+        self._start = replace(self._start, memory=b"")
+        self._receipt = Receipt(self._start, self._store.block_bytes)
+        with self._store.writing() as write:
+
+            def put(frame: Frame | Complete) -> None:
+                assert isinstance(frame, Frame), "the receipt takes no other where blocks are sent"
+                write(blocks[frame.position], frame.offset, frame.payload)
+
+            yield put
+
+    def _receive(self, channel: grpc.Channel, land: Land) -> Commit:
         acks: SimpleQueue[int | None] = SimpleQueue()
         with self._lock:
             if self._cancelled:
@@ -94,9 +128,9 @@ class Pull:
         try:
             for raw in call:  # raises an RpcError unless the stream ends with OK
                 match unpack(raw):
-                    case Frame() as frame if commit is None:
+                    case (Frame() | Complete()) as frame if commit is None:
                         self._receipt.add(frame)
-                        self._store.write(blocks[frame.position], frame.offset, frame.payload)
+                        land(frame)
                         acks.put(frame.index)
                     case Commit() as manifest if commit is None:
                         self._receipt.check(manifest)

@@ -2,17 +2,21 @@
 
 A commit that passes proves that every byte of every block the decode side lacked arrived exactly once,
 undamaged, and under the lease that was asked for: a stale, short or mixed-up stream can never start a decode.
+(Of blocks that were copied it proves the same, except that nobody has looked at their bytes: there is no checksum.)
 """
 
 from __future__ import annotations
 
 from bifolio.protos.messages import Commit, Generation, Start
 
-from .wire import Frame, Malformed, block_count
+from .wire import Complete, Frame, Malformed, block_count
 
 
 class Receipt:
-    """`add` each frame before its bytes are used, then `check` the commit. Both raise Malformed."""
+    """`add` each frame before its bytes are used, then `check` the commit. Both raise Malformed.
+
+    All frames bring their bytes, or, if `start` has a memory, none does and each stands for a block.
+    """
 
     def __init__(self, start: Start, block_bytes: int) -> None:
         self._start = start
@@ -23,22 +27,26 @@ class Receipt:
         self.frames = 0
         self.bytes = 0
 
-    def add(self, frame: Frame) -> None:
+    def add(self, frame: Frame | Complete) -> None:
         self._same_lease(frame.generation)
+        copied = bool(self._start.memory)
+        if isinstance(frame, Complete) != copied:
+            raise Malformed(f"a {type(frame).__name__} came where blocks are {'copied' if copied else 'sent'}")
         if frame.index != self.frames:
             raise Malformed(f"frame {frame.index} arrived where frame {self.frames} was due")
         first, end = self._start.skip_blocks, len(self._filled)
         if not first <= frame.position < end:
             raise Malformed(f"frame {frame.index} is of block {frame.position}, asked for {first}..{end - 1}")
-        filled, stop = self._filled[frame.position], frame.offset + len(frame.payload)
-        if frame.offset != filled or stop > self._block_bytes:
+        begin, size = (0, self._block_bytes) if isinstance(frame, Complete) else (frame.offset, len(frame.payload))
+        filled, stop = self._filled[frame.position], begin + size
+        if begin != filled or stop > self._block_bytes:
             raise Malformed(
-                f"frame {frame.index} carries bytes {frame.offset}..{stop} of block {frame.position}, "
+                f"frame {frame.index} carries bytes {begin}..{stop} of block {frame.position}, "
                 f"due were {filled}..{self._block_bytes}"
             )
         self._filled[frame.position] = stop
         self.frames += 1
-        self.bytes += len(frame.payload)
+        self.bytes += size
 
     def check(self, commit: Commit) -> None:
         self._same_lease(commit.generation)

@@ -1,26 +1,28 @@
 """The prefill side of the transfer: a stream per prefill, whose response is the KV cache.
 
 Knows nothing about models, engines or the ledger: a `PrefillSource` computes, a `BlockStore` holds. Each
-stream has a thread of the server from Start to the last Ack; it alone waits, for compute and for acks.
+stream has a thread of the server from Start to the last Ack; it alone waits, for compute, copies and acks.
 
     START → begin → [ chunk computed → its full blocks as FRAMEs, at most `window` of them unacknowledged ] …
           → COMMIT → last ACK → the job is left: its lease closes → status OK
+
+If the client reaches the memory of these blocks, it says so in START, and copies each at the word that it is COMPLETE.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
 import grpc
 
-from bifolio.protos.errors import BifolioError, status_of
+from bifolio.protos.errors import BifolioError, StalePlacement, status_of
 from bifolio.protos.messages import BlockId, Commit, Start, TokenLogprobs
 
 from .wire import (
@@ -28,6 +30,7 @@ from .wire import (
     METHOD,
     SERVICE,
     Ack,
+    Complete,
     Frame,
     Malformed,
     block_count,
@@ -43,16 +46,42 @@ logger = logging.getLogger(__name__)
 MAX_DETAILS = 1000  # characters of an error's message: a trailer that is too large would replace the error
 
 
+Span = tuple[BlockId, int, int]  # a block, its first byte and the byte after the last: at most MAX_PAYLOAD of them
+Write = Callable[[BlockId, int, memoryview | bytes], None]  # a block, its first byte, at most MAX_PAYLOAD of data
+Copy = Callable[[BlockId, BlockId], None]  # a block of another store, a block of this one
+
+
 class BlockStore(Protocol):
-    """The bytes of one replica's blocks. Different blocks may be used from different threads at once."""
+    """The bytes of one replica's blocks, wherever they lie. Different blocks may be used from different threads at
+    once; what one of the calls below gives is used by one thread, except a `Copy`."""
 
     @property
     def block_bytes(self) -> int: ...
 
-    def read(self, block: BlockId) -> memoryview:
-        """All bytes of a block: one-dimensional, contiguous, format B. Valid while its lease is open."""
+    @property
+    def memory(self) -> bytes:
+        """The handle by which others `reach` this store's memory, the same from then on. Empty: they do not."""
 
-    def write(self, block: BlockId, offset: int, data: memoryview | bytes) -> None: ...
+    def read(self, spans: Sequence[Span]) -> Generator[memoryview]:
+        """The bytes of each span in turn: one-dimensional, contiguous, format B.
+
+        A view holds until the next is asked for, or the generator is closed. It may read ahead: so ask only for what is
+        complete. Close it, under the lease that it reads from: then it touches neither blocks nor buffers any more.
+        """
+
+    def writing(self) -> AbstractContextManager[Write]:
+        """A function that writes. It has copied its data when it returns: so a frame may then be acknowledged.
+
+        What was written is in the blocks once the context has been left, however it is left. No sooner may they be
+        read, or given to someone else.
+        """
+
+    def settle(self, blocks: Sequence[BlockId]) -> None:
+        """Returns when all that was computed into these blocks is there, for those who reach the memory."""
+
+    def reach(self, memory: bytes) -> Copy | str:
+        """A function that copies whole blocks from the store of that handle, or why this one cannot. Any bytes may be
+        tried. The copy has happened when the function returns, or raises. It holds the memory as long as it exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +191,14 @@ class PrefillServer:
         start = next((unpack(request) for request in requests), None)
         if not isinstance(start, Start):
             raise Malformed(f"a stream begins with a start, not with {type(start).__name__}")
+        store = self._source.store
+        if start.memory and start.memory != store.memory:  # it would copy from one who was here before
+            raise StalePlacement("the memory to copy blocks from is not, or no longer, that of this prefill replica")
         # If the client goes while a frame is being sent, grpc drops this generator: the job is left then too.
         with self._source.begin(start) as job:
             if not context.add_callback(job.cancel):  # never called for a client already gone
                 return
-            outbox = Outbox(start, self._source.store, requests, self._window)
+            outbox = Outbox(start, store, requests, self._window)
             for step in job.progress():
                 if isinstance(step, Prefilled):
                     yield from outbox.send(len(start.tokens))
@@ -206,14 +238,29 @@ class Outbox:
         start = self._start
         all_computed = computed >= len(start.tokens)
         end = block_count(start) if all_computed else computed // start.geometry.block_size
-        for position in range(self._next, end):
-            block = self._store.read(start.blocks[position])
-            for begin, stop in pieces(len(block)):
+        if end <= self._next:
+            return
+        yield from self._completed(range(self._next, end)) if start.memory else self._cut(range(self._next, end))
+        self._next = end
+
+    def _cut(self, positions: range) -> Iterator[bytes]:
+        start = self._start
+        cuts = [(p, *piece) for p in positions for piece in pieces(self._store.block_bytes)]
+        with closing(self._store.read([(start.blocks[p], begin, stop) for p, begin, stop in cuts])) as views:
+            for (position, begin, stop), view in zip(cuts, views, strict=True):
                 self.settle(self._window - 1)
-                yield pack_frame(Frame(start.generation, self._sent, position, begin, block[begin:stop]))
+                yield pack_frame(Frame(start.generation, self._sent, position, begin, view))  # a copy
                 self._sent += 1
                 self._bytes += stop - begin
-            self._next = position + 1
+
+    def _completed(self, positions: range) -> Iterator[bytes]:
+        start = self._start
+        for position in positions:
+            self._store.settle([start.blocks[position]])
+            self.settle(self._window - 1)
+            yield pack(Complete(start.generation, self._sent, position))
+            self._sent += 1
+            self._bytes += self._store.block_bytes
 
     def settle(self, unacknowledged: int) -> None:
         """Waits until at most so many frames are unacknowledged. RpcError if the client goes meanwhile."""

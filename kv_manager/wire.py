@@ -1,11 +1,12 @@
 """The bytes of a Prefill stream. Pure: knows nothing about grpc, stores or leases.
 
     decode → prefill   START, then ACK …
-    prefill → decode   FRAME …, then COMMIT
+    prefill → decode   FRAME …, or COMPLETE … if the start has a memory to copy from; then COMMIT
 
 Every message is one kind byte, then a message of kv.proto or, for a frame, a fixed header and raw bytes: a
-protobuf `bytes` field would cost four times as much. A message that unpacks is sound in itself (a frame's
-checksum is right, a start's blocks hold its tokens); `Receipt` and the server say whether it fits the stream.
+protobuf `bytes` field would cost four times as much. COMPLETE stands for a whole block, without its bytes. A message
+that unpacks is sound in itself (a frame's checksum is right, a start's blocks hold its tokens); `Receipt` and the
+server say whether it fits the stream.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ MAX_MESSAGE = 64 << 20  # a start of several million tokens
 
 # kind, generation (epoch, counter), frame index, block position, byte offset, payload length, payload xxh3_64
 HEADER = struct.Struct("<BQQIIIIQ")
+# kind, generation (epoch, counter), frame index, block position
+COMPLETE = struct.Struct("<BQQII")
 
 
 class Kind(IntEnum):
@@ -38,6 +41,7 @@ class Kind(IntEnum):
     ACK = 2
     FRAME = 3
     COMMIT = 4
+    COMPLETE = 5
 
 
 class Malformed(ValueError):
@@ -62,12 +66,23 @@ class Frame:
     payload: memoryview
 
 
-def pack(message: Start | Ack | Commit) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """A frame without a payload: a whole block may be copied from the memory that the start names."""
+
+    generation: Generation
+    index: int
+    position: int
+
+
+def pack(message: Start | Ack | Complete | Commit) -> bytes:
     match message:
         case Start():
             return bytes((Kind.START,)) + start_to_pb(message).SerializeToString()
         case Ack():
             return bytes((Kind.ACK,)) + kv_pb2.Ack(frame=message.frame).SerializeToString()
+        case Complete():
+            return COMPLETE.pack(Kind.COMPLETE, *message.generation, message.index, message.position)
         case Commit():
             return bytes((Kind.COMMIT,)) + commit_to_pb(message).SerializeToString()
 
@@ -86,7 +101,7 @@ def pack_frame(frame: Frame) -> bytes:
     return b"".join((header, frame.payload))
 
 
-def unpack(message: bytes) -> Start | Ack | Frame | Commit:
+def unpack(message: bytes) -> Start | Ack | Frame | Complete | Commit:
     """Raises Malformed. A frame's payload is a view into `message`."""
     kind = message[0] if message else None
     try:
@@ -97,6 +112,8 @@ def unpack(message: bytes) -> Start | Ack | Frame | Commit:
                 return Ack(kv_pb2.Ack.FromString(message[1:]).frame)
             case Kind.FRAME:
                 return _unpack_frame(message)
+            case Kind.COMPLETE:
+                return _unpack_complete(message)
             case Kind.COMMIT:
                 return commit_from_pb(kv_pb2.Commit.FromString(message[1:]))
     except Malformed:
@@ -116,6 +133,13 @@ def _unpack_frame(message: bytes) -> Frame:
     if xxhash.xxh3_64_intdigest(payload) != checksum:
         raise Malformed(f"frame {index} was damaged on the way: its checksum does not match")
     return Frame(Generation(epoch, counter), index, position, offset, payload)
+
+
+def _unpack_complete(message: bytes) -> Complete:
+    if len(message) != COMPLETE.size:
+        raise Malformed(f"the word that a block is complete takes {COMPLETE.size} bytes, not {len(message)}")
+    _, epoch, counter, index, position = COMPLETE.unpack(message)
+    return Complete(Generation(epoch, counter), index, position)
 
 
 def _sound(start: Start) -> Start:

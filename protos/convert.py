@@ -32,6 +32,7 @@ def start_to_pb(start: Start) -> kv_pb2.Start:
         geometry=geometry_to_pb(start.geometry),
         arrival=start.arrival,
         prompt_logprobs=start.prompt_logprobs,
+        memory=start.memory,
     )
 
 
@@ -45,6 +46,7 @@ def start_from_pb(pb: kv_pb2.Start) -> Start:
         arrival=pb.arrival,
         skip_blocks=pb.skip_blocks,
         prompt_logprobs=pb.prompt_logprobs if pb.HasField("prompt_logprobs") else None,
+        memory=pb.memory,
     )
 
 

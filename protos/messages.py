@@ -105,6 +105,7 @@ class Placement:
     decode: Lease
     prefill: Lease | None = None
     prefill_address: str = ""
+    prefill_memory: bytes = field(default=b"", repr=False)  # as in ReplicaInfo
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -142,6 +143,8 @@ class ReplicaInfo:
     address: str = ""  # host:port of the Prefill stream; prefill replicas only
     pid: int = 0
     max_sequences: int = 64
+    memory: bytes = field(default=b"", repr=False)  # a handle of its blocks for others on this machine, if there is one
+    cache: tuple[str, ...] = ()  # how its KV cache came to its size, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,7 @@ class Start:
     arrival: float
     skip_blocks: int = 0  # leading blocks the decode side already has
     prompt_logprobs: int | None = None  # as in Request
+    memory: bytes = field(default=b"", repr=False)  # as in ReplicaInfo: blocks are copied from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ class Commit:
     first_block: int  # block positions first_block .. first_block + block_count - 1 were sent
     block_count: int
     frames: int
-    payload_bytes: int  # in all frames
+    payload_bytes: int  # in all frames, or copied at their word
     logits: bytes  # float32, little endian, [vocabulary]
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0

@@ -1,6 +1,7 @@
-"""One engine step as tensors: which tokens are computed, where their K and V go, what they may look at.
+"""One engine step as numbers: which tokens are computed, where their K and V go, what they may look at.
 
-Built from plain rows, once per step, and shared by all layers. Knows nothing about requests or the model.
+Built from plain rows on the host, once per step; as tensors of a device it is shared by all layers. Knows nothing about
+requests or the model.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bifolio.kernels import AttentionPlan, plan
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +35,48 @@ class Row:
     top: int = 0  # and the logprobs of so many most probable ones at its place
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """T tokens of B sequences. All tensors are on the CPU.
+@dataclass(frozen=True, slots=True, eq=False)
+class HostBatch:
+    """T tokens of B sequences, on the host.
 
     tokens, positions  int64 [T]
     slots              int64 [T]  block * block_size + offset: where the token's K and V are written
-    plan               of the B sequences; block tables are padded with 0, the null block
+    starts             int32 [B + 1]  sequence b has the tokens starts[b] .. starts[b + 1] - 1
+    lengths            int32 [B]  positions of each sequence, those of this step included
+    table              int32 [B, max_blocks]  its blocks, padded with 0, the null block
     logit_rows         int64 [n]  the tokens whose logits are wanted, in the order of the rows
     scored_rows        int64 [m]  the tokens whose logits are wanted only for the logprobs of what follows them
     targets, tops      m each: what follows, and how many most probable ones are wanted besides
     """
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    starts: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    table: NDArray[np.int32]
+    logit_rows: NDArray[np.int64]
+    scored_rows: NDArray[np.int64]
+    targets: tuple[int, ...]
+    tops: tuple[int, ...]
+
+    def on(self, device: torch.device) -> Batch:
+        """Its tensors. Those of the CPU share this batch's memory."""
+        whole = (self.tokens, self.positions, self.slots, self.logit_rows, self.scored_rows)
+        if device == CPU:
+            parts = tuple(torch.from_numpy(array) for array in whole)
+        else:  # one copy
+            moved = torch.from_numpy(np.concatenate(whole)).to(device, non_blocking=True)
+            parts = torch.split(moved, [len(array) for array in whole])
+        tokens, positions, slots, logit_rows, scored_rows = parts
+        starts, lengths, table = (torch.from_numpy(array) for array in (self.starts, self.lengths, self.table))
+        lines = plan(starts, lengths, table, device=device)
+        return Batch(tokens, positions, slots, lines, logit_rows, scored_rows, self.targets, self.tops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The tensors of a `HostBatch`, on one device; `plan` is that of its sequences."""
 
     tokens: Tensor
     positions: Tensor
@@ -53,7 +88,12 @@ class Batch:
     tops: tuple[int, ...]
 
 
-def build_batch(rows: Sequence[Row], block_size: int) -> Batch:
+def build_batch(rows: Sequence[Row], block_size: int, device: torch.device = CPU) -> Batch:
+    """The batch of these rows, in their order, on a device."""
+    return host_batch(rows, block_size).on(device)
+
+
+def host_batch(rows: Sequence[Row], block_size: int) -> HostBatch:
     """The batch of these rows, in their order. Asserts that each has tokens and blocks enough for them."""
     counts = np.array([len(row.tokens) for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
@@ -69,20 +109,19 @@ def build_batch(rows: Sequence[Row], block_size: int) -> Batch:
         line[:n] = row.blocks[:n]
     owner = np.repeat(np.arange(len(rows)), counts)
     positions = np.arange(first[-1]) - first[owner] + starts[owner]
-    slots = table[owner, positions // block_size] * block_size + positions % block_size
     wanted = np.array([row.want_logits for row in rows], dtype=bool)
-    scored = [at + i for at, row in zip(first.tolist(), rows, strict=False) for i in range(len(row.targets))]
-
-    block_table = torch.from_numpy(table.astype(np.int32))
-    seq_lens = torch.from_numpy(ends.astype(np.int32))
-    cu_q = torch.from_numpy(first.astype(np.int32))
-    return Batch(
-        tokens=torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64),
-        positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(slots),
-        plan=plan(cu_q, seq_lens, block_table),
-        logit_rows=torch.from_numpy(first[1:][wanted] - 1),
-        scored_rows=torch.tensor(scored, dtype=torch.int64),
+    return HostBatch(
+        tokens=np.array([token for row in rows for token in row.tokens], dtype=np.int64),
+        positions=positions,
+        slots=table[owner, positions // block_size] * block_size + positions % block_size,
+        starts=first.astype(np.int32),
+        lengths=ends.astype(np.int32),
+        table=table.astype(np.int32),
+        logit_rows=first[1:][wanted] - 1,
+        scored_rows=np.array(
+            [at + i for at, row in zip(first.tolist(), rows, strict=False) for i in range(len(row.targets))],
+            dtype=np.int64,
+        ),
         targets=tuple(target for row in rows for target in row.targets),
         tops=tuple(row.top for row in rows for _ in row.targets),
     )

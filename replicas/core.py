@@ -14,20 +14,21 @@ from pathlib import Path
 
 import torch
 
-from bifolio.kernels import Quantization, kv_layout, self_check, use
+from bifolio.kernels import Layout, Quantization, kv_layout, runs_triton, self_check, use
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.tags import BlockTags
 from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role
 
 from .config import EngineConfig
+from .device import Device, open_device
 from .engine import Engine, EngineThread
-from .kv_cache import KvCache
+from .kv_memory import context_of
 from .llama import Llama
 from .model_files import fingerprint
-from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Command, Event
+from .start_up import prepare
 from .weights import load
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class ReplicaSpec:
     engine: EngineConfig
     kv: KvConfig
     manager: tuple[str, str]  # name and namespace of the KV manager actor
+    num_gpus: float = 1.0  # its share of a GPU, where it computes on one
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +55,23 @@ class LoadedModel:
 
     llama: Llama
     name: str
+    device: Device
 
 
 def load_model(spec: ReplicaSpec) -> LoadedModel:
     """ConfigError for a model that cannot be computed here: kernels that are not, exactness that is not kept."""
+    assert spec.engine.device != "auto", "the configuration is resolved"
     torch.set_num_threads(spec.engine.threads)
+    device = open_device(spec.engine.device)
     began = time.monotonic()
     try:
-        kernels = use(spec.engine.kernels)
+        native = use(spec.engine.kernels)
     except ValueError as error:
         raise ConfigError(f"engine.kernels: {error}") from error
-    config, weights = load(spec.model, DTYPES[spec.dtype])
-    config = replace(config, max_positions=min(config.max_positions, spec.engine.cache_tokens))  # what can ever be used
+    kernels = "triton" if runs_triton(device.torch) else native if device.torch.type == "cpu" else "torch"
+    config, weights = load(spec.model, DTYPES[spec.dtype], device.torch)
+    context = context_of(config, spec.engine, DTYPES[spec.dtype].itemsize)
+    config = replace(config, max_positions=context)  # what can ever be used
     try:
         llama = Llama(config, weights, quantization=spec.quantization, exact=spec.engine.exact)
     except ValueError as error:
@@ -72,8 +79,13 @@ def load_model(spec: ReplicaSpec) -> LoadedModel:
     parts = [fingerprint(spec.model), spec.dtype, *([spec.quantization] if spec.quantization else [])]
     if spec.engine.exact:
         parts.append(f"exact-{_bits_of(llama)}")
-    logger.info("model loaded in %.1f s: %s, %s kernels", time.monotonic() - began, "/".join(parts), kernels)
-    return LoadedModel(llama, "/".join(parts))
+    took, name = time.monotonic() - began, "/".join(parts)
+    logger.info("model loaded on %s in %.1f s: %s, %s kernels", _described(device), took, name, kernels)
+    return LoadedModel(llama, name, device)
+
+
+def _described(device: Device) -> str:
+    return torch.cuda.get_device_name(device.torch) if device.torch.type == "cuda" else device.torch.type
 
 
 def _bits_of(model: Llama) -> str:
@@ -92,12 +104,14 @@ class Core:
 
     def __init__(self, spec: ReplicaSpec, replica: ReplicaId, role: Role, model: LoadedModel | None = None) -> None:
         model = model or load_model(spec)
-        config, engine = model.llama.config, spec.engine
-        blocks = engine.cache_tokens // engine.block_size
-        dtype = DTYPES[spec.dtype]
-        # triton's kernels read plain caches alone
-        layout = "plain" if engine.kernels == "triton" else kv_layout(dtype, config.head_dim, engine.block_size)
-        self.cache = KvCache(blocks, config.layers, config.kv_heads, engine.block_size, config.head_dim, dtype, layout)
+        config, engine, device = model.llama.config, spec.engine, model.device
+        plain = runs_triton(device.torch)  # its kernels read no other
+        layout: Layout = (
+            "plain" if plain else kv_layout(DTYPES[spec.dtype], config.head_dim, engine.block_size, device.torch.type)
+        )
+        made = prepare(model.llama, engine, layout, device, share=spec.num_gpus, decodes=role == "decode")
+        self.cache, self.store, self.runner, self.eager = made.cache, made.store, made.runner, made.eager
+        self._cache_lines, blocks = made.sizing.lines, self.cache.blocks
         self.geometry = Geometry(
             model.name, config.layers, config.kv_heads, config.head_dim, engine.block_size, spec.dtype, layout
         )
@@ -110,7 +124,6 @@ class Core:
             draw=self.tags.draw,
             starve_s=spec.kv.starve_s,
         )
-        self.runner = Runner(model.llama, self.cache)
         self._engine = Engine(self.runner, scheduler)
         self._thread: EngineThread | None = None
         self.replica, self.role, self._spec = replica, role, spec
@@ -144,4 +157,6 @@ class Core:
             address,
             os.getpid(),
             self._spec.engine.max_sequences,
+            self.store.share() if address else b"",
+            self._cache_lines,
         )

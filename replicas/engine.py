@@ -19,7 +19,7 @@ import torch
 
 from bifolio.protos.messages import Generation, TokenLogprobs
 
-from .batch import Row, build_batch
+from .batch import Row
 from .penalties import SamplingState
 from .runner import Runner
 from .sampler import sample_tokens
@@ -103,19 +103,19 @@ class Engine:
             for i, s in enumerate(ready)
             if s.sampling is not None
         }
-        leaving = {
-            s.generation: row.numpy().tobytes() for row, s in zip(logits, ready, strict=True) if s.sampling is None
-        }
+        handed_over = [(s.generation, row) for row, s in zip(logits, ready, strict=True) if s.sampling is None]
+        leaving = {generation: row.cpu().numpy().tobytes() for generation, row in handed_over}
         choices = sample_tokens(logits if len(states) == len(ready) else logits[list(states)], list(states.values()))
         return Outcome({ready[i].generation: c for i, c in zip(states, choices, strict=True)}, leaving, scores)
 
     def _logits(self, step: Step) -> tuple[torch.Tensor, dict[Generation, list[TokenLogprobs]]]:
         """A row for each sequence that has one coming, those with chunks first; and the prompt's logprobs."""
         rows = [_row(chunk) for chunk in step.chunks]
-        parts = [torch.from_numpy(np.frombuffer(s.logits or b"", np.float32).copy())[None] for s in step.handed]
+        handed = [torch.from_numpy(np.frombuffer(s.logits or b"", np.float32).copy())[None] for s in step.handed]
+        parts = [row.to(self.runner.device) for row in handed]
         scores: dict[Generation, list[TokenLogprobs]] = {}
         if rows:
-            output = self.runner.compute(build_batch(rows, self.runner.block_size))
+            output = self.runner.compute(rows)
             parts.insert(0, output.logits)
             left = iter(output.scores)
             scores = {

@@ -15,8 +15,8 @@ from bifolio.protos.errors import Draining, EngineFailed, GeometryMismatch, Inva
 from bifolio.protos.messages import MOST_LOGPROBS, Generation, Lease, Start
 
 from . import sequence
+from .block_stores import Blocks
 from .core import Core
-from .kv_cache import KvCache
 from .sequence import Abort, Add, Closed, Computed, Event
 
 
@@ -69,8 +69,8 @@ class Jobs:
         self.draining = False  # take no new prompt
 
     @property
-    def store(self) -> KvCache:
-        return self._core.cache
+    def store(self) -> Blocks:
+        return self._core.store
 
     def begin(self, start: Start) -> Job:
         """Open the lease and queue the prompt.

@@ -41,8 +41,8 @@ class Llama:
         quantization: Quantization | None = None,
         exact: bool = False,
     ) -> None:
-        """`weights` are the tensors named by `config.tensors()`, of one dtype. EMPTIES the dictionary: they are taken
-        out one by one, because packing copies them, and the whole is never there twice.
+        """`weights` are the tensors named by `config.tensors()`, of one dtype, on one device. EMPTIES the dictionary:
+        they are taken out one by one, because packing copies them, and the whole is never there twice.
 
         Raises ValueError where `exact`, that a row's bits depend on its sequence alone, is not kept for them.
         """
@@ -53,9 +53,13 @@ class Llama:
         self._output = pack_linear(output, quantization=quantization, exact=exact)
         self._layers = tuple(_take_layer(config, weights, i, quantization, exact) for i in range(config.layers))
         frequencies, scale = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        self._turning = rope_tables(frequencies, config.max_positions, scale)
-        self._still = rope_tables(torch.zeros(config.head_dim // 2), 1)
+        self._turning = _on(self.device, rope_tables(frequencies, config.max_positions, scale))
+        self._still = _on(self.device, rope_tables(torch.zeros(config.head_dim // 2), 1))
         self.dtype = self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KvCache) -> Tensor:
@@ -85,6 +89,10 @@ class Llama:
         """One of each shape there is: all layers have the same."""
         layer = self._layers[0]
         return layer.qkv, layer.o, layer.gate_up, layer.down, self._output
+
+
+def _on(device: torch.device, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return tables[0].to(device), tables[1].to(device)
 
 
 def _take_layer(

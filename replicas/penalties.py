@@ -52,19 +52,21 @@ def adjust(row: Tensor, state: SamplingState) -> None:
     presence, frequency   OpenAI's formula: of every id in the answer, logit - presence - count * frequency
     min_tokens            stop ids get -inf. Were nothing left then, they keep their logits: a request always ends
     """
-    s = state.sampling
+    s, device = state.sampling, row.device
     if s.repetition_penalty != 1:
-        seen = torch.tensor(state.tokens)  # an id seen twice writes the same value twice
+        seen = torch.tensor(state.tokens, device=device)  # an id seen twice writes the same value twice
         logits = row[seen]
         row[seen] = torch.where(logits > 0, logits / s.repetition_penalty, logits * s.repetition_penalty)
     if (s.presence_penalty or s.frequency_penalty) and state.position > 0:
         ids, counts = np.unique(state.tokens[state.prompt_length :], return_counts=True)
-        row[torch.from_numpy(ids)] -= torch.from_numpy(s.presence_penalty + s.frequency_penalty * counts).float()
+        less = torch.from_numpy(s.presence_penalty + s.frequency_penalty * counts).float().to(device)
+        row[torch.from_numpy(ids).to(device)] -= less
     if s.logit_bias:
         biased, biases = zip(*s.logit_bias, strict=True)
-        row.index_add_(0, torch.tensor(biased), torch.tensor(biases, dtype=torch.float32))
+        amounts = torch.tensor(biases, dtype=torch.float32, device=device)
+        row.index_add_(0, torch.tensor(biased, device=device), amounts)
     if s.stop_token_ids and state.position < s.min_tokens:
-        stops = torch.tensor(s.stop_token_ids)
+        stops = torch.tensor(s.stop_token_ids, device=device)
         kept = row[stops]
         row[stops] = -torch.inf
         if row.max() == -torch.inf:

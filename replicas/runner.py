@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from bifolio.protos.messages import TokenLogprobs
 
-from .batch import Batch
+from .batch import HostBatch, Row, host_batch
+from .block_stores import Blocks
+from .graphs import DecodeGraphs
 from .kv_cache import KvCache
 from .llama import Llama
 from .logprobs import token_logprobs
@@ -18,32 +23,47 @@ SCORED_AT_ONCE = 64  # rows of logits that are held together: each has the size 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """logits  float32 [rows, vocabulary], on the CPU, of the rows that want them
+    """logits  float32 [rows, vocabulary], where the model is, of the rows that want them; holds until the next step
     scores  one for each of the batch's scored rows"""
 
-    logits: torch.Tensor
+    logits: Tensor
     scores: list[TokenLogprobs]
 
 
 class Runner:
-    """One model over one KV cache."""
+    """One model over one KV cache. `store` is told which blocks a step writes; `graphs` replays the steps it holds."""
 
-    def __init__(self, model: Llama, cache: KvCache) -> None:
+    def __init__(self, model: Llama, cache: KvCache, store: Blocks, graphs: DecodeGraphs | None = None) -> None:
         self.model = model
+        self.device = cache.device
         self.cache = cache
-        self.block_size = cache.block_size
+        self._store = store
+        self._graphs = graphs
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, rows: Sequence[Row]) -> Tensor:
         """The logits of `compute`, for who scores nothing."""
-        return self.compute(batch).logits
+        return self.compute(rows).logits
 
     @torch.inference_mode()
-    def compute(self, batch: Batch) -> Output:
-        """One step: writes K and V of the batch's positions into the cache."""
+    def compute(self, rows: Sequence[Row]) -> Output:
+        """One step: writes K and V of the rows' positions into the cache. It is launched then, and on a GPU perhaps
+        not done."""
+        batch = host_batch(rows, self.cache.block_size)
+        try:
+            return self._replayed(batch) or self._eager(batch)
+        finally:  # part of a step that failed may be under way
+            self._store.computed(np.unique(batch.slots // self.cache.block_size).tolist())
+
+    def _replayed(self, host: HostBatch) -> Output | None:
+        logits = None if self._graphs is None else self._graphs.logits(host)
+        return None if logits is None else Output(logits, [])
+
+    def _eager(self, host: HostBatch) -> Output:
+        batch = host.on(self.device)
         hidden = self.model.forward(batch, self.cache)
         scores: list[TokenLogprobs] = []
         for begin in range(0, len(batch.targets), SCORED_AT_ONCE):
             part = slice(begin, begin + SCORED_AT_ONCE)
             logits = self.model.logits(hidden[batch.scored_rows[part]]).cpu()
             scores += token_logprobs(logits, batch.targets[part], batch.tops[part])
-        return Output(self.model.logits(hidden[batch.logit_rows]).cpu(), scores)
+        return Output(self.model.logits(hidden[batch.logit_rows]), scores)

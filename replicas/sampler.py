@@ -22,8 +22,8 @@ Choice = tuple[int, TokenLogprobs | None]  # a token, and its logprobs if the re
 
 @torch.inference_mode()
 def sample_tokens(logits: Tensor, states: Sequence[SamplingState]) -> list[Choice]:
-    """One choice per row of `logits`, float32 [len(states), vocabulary]. MUTATES the rows that are penalised, biased or
-    masked; the others are not even copied.
+    """One choice per row of `logits`, float32 [len(states), vocabulary], on any device. MUTATES the rows that are
+    penalised, biased or masked; the others are not even copied.
 
     Raises ValueError when there are not as many logits as states.
     """
@@ -47,7 +47,7 @@ def sample_tokens(logits: Tensor, states: Sequence[SamplingState]) -> list[Choic
         torch.tensor([_uniform(state) for state in states], dtype=torch.float64),
     ).tolist()
     return [
-        (id, None if s.logprobs is None else token_logprobs(row[None], [id], [s.logprobs])[0])
+        (id, None if s.logprobs is None else token_logprobs(row[None].cpu(), [id], [s.logprobs])[0])
         for id, s, row in zip(ids, settings, raw, strict=True)
     ]
 

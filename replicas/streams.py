@@ -68,7 +68,7 @@ class Streams:
         self._streams: dict[Generation, Stream] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(max_sequences + 2, thread_name_prefix="pull")
-        self._client = PrefillClient(core.cache)
+        self._client = PrefillClient(core.store)
 
     async def stop(self) -> None:
         """After the last `generate`: returns when every lease is closed."""
@@ -137,6 +137,7 @@ class Streams:
                     self._core.geometry,
                     request.arrival,
                     prompt_logprobs=prompt_logprobs,
+                    memory=stream.placement.prefill_memory,
                 ),
             )
             stream.pulled = asyncio.get_running_loop().run_in_executor(

@@ -1,75 +1,58 @@
-"""One prompt computed in every way an answer can come about, and the logits compared bit by bit.
+"""Prompts computed in every way an answer can come about, and the logits compared.
 
-The reference computes a prompt whole and alone, and each answer token by itself. The other ways get the same tokens:
+The reference computes a prompt whole and alone, and each answer token by itself, nothing recorded. The other ways get
+the same tokens, and compute as the engine does:
 
     chunks of n   the prompt in several steps
-    batch         eight sequences in common steps, each at another place: prompts beside answers
+    batch         several sequences in common steps, each at another place: prompts beside answers
     resumed       prompt and half of the answer computed as one prompt, as after a preemption or a lost replica
     split         the prompt on another replica, its KV blocks moved here by the Prefill stream
+    graph         where decode steps are recorded: replayed ones against the same ones launched kernel by kernel
+    float32       where a GPU or its kernels compute: the tokens through the CPU's float32 kernels (`verify_float32.py`)
 
 Knows nothing about text, Ray or transformers.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from bifolio.kv_manager.pull import PrefillClient
 from bifolio.kv_manager.transfer import PrefillServer
 from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import BlockId, Generation, Lease, ReplicaId, RequestId, Start
 
-from .batch import Row, build_batch
+from .batch import Row
 from .core import Core, ReplicaSpec, load_model
+from .differences import Logits, Way
 from .jobs import Jobs
+from .kv_memory import KvMemory, parse
+from .runner import Runner
+from .verify_float32 import Float32
 
 BATCH = 8
+INTERPRETED_BATCH = 4  # Triton's interpreter takes half a second for a step of the smallest model
 CHUNKS = (32, 256)
+CACHE = 8192  # tokens in each of the two replicas, where nothing else is asked for: they are on one device
+WHOLE = 1 << 30  # a chunk that is all of the prompt
+
+Tick = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class RowDigest:
-    """What is kept of one row of logits: all its bits as a digest, and the token it chooses."""
-
-    digest: bytes
-    token: int
-
-    @classmethod
-    def of(cls, logits: npt.NDArray[np.float32]) -> RowDigest:
-        if not np.isfinite(logits).all():
-            raise ConfigError("model: its logits are not finite in this dtype; nothing can be compared, try float32")
-        return cls(hashlib.blake2b(logits.tobytes(), digest_size=16).digest(), int(logits.argmax()))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """A prompt, the greedy tokens after it, and the logits that each of them was chosen from."""
+    """A prompt, the greedy tokens after it, and the logits that each of them was chosen from: these take memory, 4
+    bytes for each token of the answer and each of the vocabulary."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    digests: tuple[RowDigest, ...]
-
-
-@dataclass(slots=True)
-class Way:
-    """How often a way of computing came to the reference's logits."""
-
-    name: str
-    compared: int = 0
-    equal: int = 0  # all bits of the row
-    flips: int = 0  # rows that choose another token
-
-    def count(self, ours: Sequence[RowDigest], reference: Sequence[RowDigest]) -> None:
-        for a, b in zip(ours, reference, strict=True):
-            self.compared += 1
-            self.equal += a.digest == b.digest
-            self.flips += a.token != b.token
+    logits: tuple[Logits, ...]
 
 
 @dataclass(slots=True)
@@ -82,12 +65,12 @@ class _Sequence:
     chunk: int
     given: tuple[int, ...] | None
     tokens: list[int] = field(default_factory=list)
-    digests: list[RowDigest] = field(default_factory=list)
+    logits: list[Logits] = field(default_factory=list)
     computed: int = 0
 
     @property
     def done(self) -> bool:
-        return len(self.digests) == self.count
+        return len(self.logits) == self.count
 
     def row(self) -> Row:
         prompt = len(self.prompt)
@@ -96,24 +79,41 @@ class _Sequence:
             return Row(self.prompt[self.computed : end], self.computed, self.blocks, end == prompt)
         return Row([self.tokens[self.computed - prompt]], self.computed, self.blocks)
 
-    def take(self, logits: npt.NDArray[np.float32]) -> None:
-        here = RowDigest.of(logits)
-        self.tokens.append(here.token if self.given is None else self.given[len(self.digests)])
-        self.digests.append(here)
+    def take(self, logits: Logits) -> None:
+        if not np.isfinite(logits).all():
+            raise ConfigError("model: its logits are not finite in this dtype; nothing can be compared, try float32")
+        self.tokens.append(int(logits.argmax()) if self.given is None else self.given[len(self.logits)])
+        self.logits.append(logits)
 
 
 class Verifier:
-    """Two replicas that share a model, without Ray: one that prefills and one that does everything."""
+    """Two replicas that share a model and a device, without Ray: one prefills, one does everything."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
+        """Raises ConfigError where a replica of `spec` would."""
+        on_cpu = spec.engine.device == "cpu"
+        self.interpreted = on_cpu and spec.engine.kernels == "triton"
+        self.batch = INTERPRETED_BATCH if self.interpreted else BATCH  # sequences of the way of that name
+        # There are never more in a step, and each size of one takes time to record
+        most = min(self.batch, spec.engine.max_sequences)
+        changed: dict[str, Any] = {"max_sequences": most}
+        if parse(spec.engine.kv_memory) == KvMemory():
+            changed["kv_memory"] = f"{CACHE} tokens"
+            if (spec.engine.context or 0) > CACHE:
+                changed["context"] = None  # then the cache is the limit
+        spec = replace(spec, engine=spec.engine.model_copy(update=changed))
         model = load_model(spec)
         self._decode = Core(spec, ReplicaId("decode"), "decode", model)
         self._prefill = Core(spec, ReplicaId("prefill"), "prefill", model)
+        self._most_positions = model.llama.config.max_positions
+        self._graphs = self._decode.runner is not self._decode.eager
+        self._recorded = 1 << (most.bit_length() - 1)  # a size of steps that is recorded
+        self.float32 = Float32(spec) if self.interpreted or not on_cpu else None
         self._jobs = Jobs(self._prefill, self._close)
         self._prefill.start(self._jobs.deliver)
         self._server = PrefillServer(self._jobs, 1)
         self._address = f"127.0.0.1:{self._server.start()}"
-        self._client = PrefillClient(self._decode.cache)
+        self._client = PrefillClient(self._decode.store)
         self._leases = 0
 
     def __enter__(self) -> Verifier:
@@ -132,70 +132,122 @@ class Verifier:
     @property
     def most_tokens(self) -> int:
         """Positions that each sequence of a batch may have."""
-        return self._decode.cache.blocks // BATCH * self._decode.cache.block_size
+        cache = self._decode.cache
+        return min(self._most_positions, cache.blocks // self.batch * cache.block_size)
+
+    @property
+    def ways_there(self) -> int:
+        """How many `ways` yields."""
+        return len(CHUNKS) + 3 + self._graphs + (self.float32 is not None and not self.float32.missing)
 
     def answer(self, prompt: Sequence[int], count: int) -> Answer:
         """The reference: `count` greedy tokens, computed alone, the prompt whole."""
-        sequence = self._sequence(tuple(prompt), count, len(prompt))
-        self._run([sequence])
-        return Answer(sequence.prompt, tuple(sequence.tokens), tuple(sequence.digests))
+        sequence = self._sequence(tuple(prompt), count, WHOLE)
+        self._run([sequence], self._decode.eager)
+        return Answer(sequence.prompt, tuple(sequence.tokens), tuple(sequence.logits))
 
-    def ways(self, answers: Sequence[Answer], tick: Callable[[], None]) -> Iterator[Way]:
+    def ways(self, answers: Sequence[Answer], tick: Tick) -> Iterator[Way]:
         """Each way over all answers. `tick` is called after each answer."""
         for chunk in CHUNKS:
-            way = Way(f"in chunks of {chunk}")
+            yield self._alone(Way(f"in chunks of {chunk}"), answers, tick, chunk)
+        yield self._batched(Way(f"in a batch of {self.batch}"), answers, tick)
+        yield self._resumed(Way("resumed"), answers, tick)
+        yield self._split(Way("split"), answers, tick)
+        if self._graphs:
+            yield self._replayed(Way("graph", "eager"), answers, tick)
+        if self.float32 is not None and not self.float32.missing:
+            way = Way("float32 on the CPU", "float32")
             for a in answers:
-                self._compare(way, [self._again(a, chunk)], [a], tick)
+                way.count(a.logits, self.float32.logits(a.prompt, a.tokens))
+                tick()
             yield way
-        way = Way(f"in a batch of {BATCH}")
-        for first in range(0, len(answers), BATCH):
-            group = answers[first : first + BATCH]
+
+    def _alone(self, way: Way, answers: Sequence[Answer], tick: Tick, chunk: int) -> Way:
+        for a in answers:
+            self._compare(way, [self._again(a, chunk)], [a], tick)
+        return way
+
+    def _batched(self, way: Way, answers: Sequence[Answer], tick: Tick) -> Way:
+        for first in range(0, len(answers), self.batch):
+            group = answers[first : first + self.batch]
             self._compare(way, [self._again(a, CHUNKS[0], place) for place, a in enumerate(group)], group, tick)
-        yield way
-        way = Way("resumed")
+        return way
+
+    def _resumed(self, way: Way, answers: Sequence[Answer], tick: Tick) -> Way:
         for a in answers:
             half = len(a.tokens) // 2
-            again = self._sequence(a.prompt + a.tokens[:half], len(a.tokens) - half, 1 << 30, given=a.tokens[half:])
+            again = self._sequence(a.prompt + a.tokens[:half], len(a.tokens) - half, WHOLE, given=a.tokens[half:])
             self._run([again])
-            way.count(again.digests, a.digests[half:])
+            way.count(again.logits, a.logits[half:])
             tick()
-        yield way
-        way = Way("split")
+        return way
+
+    def _split(self, way: Way, answers: Sequence[Answer], tick: Tick) -> Way:
         for a in answers:
             again = self._again(a, 1)
             self._pull(again)
             self._compare(way, [again], [a], tick)
-        yield way
+        return way
+
+    def _replayed(self, way: Way, answers: Sequence[Answer], tick: Tick) -> Way:
+        """Recorded steps are as wide as eager ones, or a linear library might choose another kernel; but a part of
+        their rows is padding, as in an engine. The K and V that each reads it has written itself, in blocks where
+        those of another sequence were."""
+        padded = self._recorded // 2 + 1
+        for first in range(0, len(answers), self._recorded):
+            group = answers[first : first + self._recorded]
+            eager = [self._again(a, WHOLE, place) for place, a in enumerate(group)]
+            self._decode_together(eager, self._decode.eager, len(group))
+            replayed = [self._again(a, WHOLE, self.batch - 1 - place) for place, a in enumerate(group)]
+            self._decode_together(replayed, self._decode.runner, min(padded, len(group)))
+            for ours, theirs in zip(replayed, eager, strict=True):
+                way.count(ours.logits[1:], theirs.logits[1:])  # the first row is the prompt's
+                tick()
+        return way
+
+    def _decode_together(self, sequences: Sequence[_Sequence], runner: Runner, width: int) -> None:
+        """Prompts alone and eagerly; then steps of a token each, of the first `width` sequences and of the last. Some
+        may be in both: their rows are computed twice."""
+        for sequence in sequences:
+            self._step([sequence], self._decode.eager)
+        while not all(s.done for s in sequences):
+            rows = [s.row() for s in sequences]
+            first = _on_host(runner.run(rows[:width]))
+            last = _on_host(runner.run(rows[-width:])) if width < len(rows) else []
+            self._take(sequences, rows, [*first, *last[2 * width - len(rows) :]])
 
     def _sequence(
         self, prompt: tuple[int, ...], count: int, chunk: int, given: tuple[int, ...] | None = None, place: int = 0
     ) -> _Sequence:
-        each = self._decode.cache.blocks // BATCH
+        each = self._decode.cache.blocks // self.batch
         return _Sequence(prompt, count, range(1 + place * each, 1 + (place + 1) * each), chunk, given)
 
     def _again(self, answer: Answer, chunk: int, place: int = 0) -> _Sequence:
         return self._sequence(answer.prompt, len(answer.tokens), chunk, answer.tokens, place)
 
-    def _compare(
-        self, way: Way, sequences: Sequence[_Sequence], answers: Sequence[Answer], tick: Callable[[], None]
-    ) -> None:
+    def _compare(self, way: Way, sequences: Sequence[_Sequence], answers: Sequence[Answer], tick: Tick) -> None:
         self._run(sequences)
         for sequence, answer in zip(sequences, answers, strict=True):
-            way.count(sequence.digests, answer.digests)
+            way.count(sequence.logits, answer.logits)
             tick()
 
-    def _run(self, sequences: Sequence[_Sequence]) -> None:
+    def _run(self, sequences: Sequence[_Sequence], runner: Runner | None = None) -> None:
         """All sequences to their ends, in common steps. Each starts a step after the one before it."""
         step = 0
         while not all(s.done for s in sequences):
             step += 1
-            now = [s for s in sequences[:step] if not s.done]
-            rows = [s.row() for s in now]
-            logits = iter(self._decode.runner.run(build_batch(rows, self._decode.cache.block_size)).numpy())
-            for sequence, row in zip(now, rows, strict=True):
-                sequence.computed += len(row.tokens)
-                if row.want_logits:
-                    sequence.take(next(logits))
+            self._step([s for s in sequences[:step] if not s.done], runner or self._decode.runner)
+
+    def _step(self, sequences: Sequence[_Sequence], runner: Runner) -> None:
+        rows = [s.row() for s in sequences]
+        self._take(sequences, rows, _on_host(runner.run(rows)))
+
+    def _take(self, sequences: Sequence[_Sequence], rows: Sequence[Row], logits: Sequence[Logits]) -> None:
+        left = iter(logits)
+        for sequence, row in zip(sequences, rows, strict=True):
+            sequence.computed += len(row.tokens)
+            if row.want_logits:
+                sequence.take(next(left))
 
     def _pull(self, sequence: _Sequence) -> None:
         """Have the prompt prefilled by the other replica, and its blocks moved."""
@@ -214,3 +266,8 @@ class Verifier:
         commit = self._client.pull(self._address, start).run([BlockId(block) for block in sequence.blocks[:count]])
         sequence.computed = len(sequence.prompt)
         sequence.take(np.frombuffer(commit.logits, np.float32))
+
+
+def _on_host(logits: torch.Tensor) -> list[Logits]:
+    """Its rows, in memory of their own: the next step may overwrite it."""
+    return list(logits.to("cpu", copy=True).numpy())

@@ -24,7 +24,8 @@ from bifolio.protos.messages import (
     Sampling,
 )
 from bifolio.replicas.config import EngineConfig
-from bifolio.replicas.core import Core, ReplicaSpec
+from bifolio.replicas.core import Core, ReplicaSpec, load_model
+from bifolio.replicas.device import Device
 from bifolio.replicas.jobs import Jobs
 from bifolio.replicas.streams import Streams
 
@@ -115,16 +116,20 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair(model: Path, *, split: bool = True, dtype: str = "float32", **engine: Any) -> AsyncIterator[Pair]:
-    spec = ReplicaSpec(model, dtype, None, EngineConfig(**engine), KvConfig(), ("none", "none"))
+async def pair(
+    model: Path, *, split: bool = True, dtype: str = "float32", on: Device | None = None, **engine: Any
+) -> AsyncIterator[Pair]:
+    """`on` another device than the CPU: both replicas start, and move their blocks, as on a GPU of that name."""
+    spec = ReplicaSpec(model, dtype, None, EngineConfig(device="cpu", **engine), KvConfig(), ("none", "none"))
+    loaded = load_model(spec) if on is None else replace(load_model(spec), device=on)
     ledger = Ledger(1, KvConfig(silence_s=60))
-    decode = Core(spec, ReplicaId("decode#1"), "decode")
+    decode = Core(spec, ReplicaId("decode#1"), "decode", loaded)
     streams = Streams(decode, spec.engine.max_sequences, lambda g: _close(ledger, decode, g), lambda: None)
     decode.start(streams.deliver)
     made = Pair(ledger, decode, streams)
     ledger.register(decode.info(), decode.tags.report(0.0), time.monotonic())
     if split:
-        prefill = made.prefill = Core(spec, ReplicaId("prefill#1"), "prefill")
+        prefill = made.prefill = Core(spec, ReplicaId("prefill#1"), "prefill", loaded)
         jobs = made.jobs = Jobs(prefill, lambda g: _close(ledger, prefill, g))
         prefill.start(jobs.deliver)
         made.server = PrefillServer(jobs, spec.engine.max_sequences)

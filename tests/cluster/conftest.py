@@ -22,7 +22,7 @@ model:
   served_name: smollm2
   dtype: bfloat16
 engine:
-  cache_tokens: 45056       # room for 20 prompts of 2,000 tokens at once
+  kv_memory: 45056 tokens   # room for 20 prompts of 2,000 tokens at once
 """
 
 TWO_AND_TWO = """\
@@ -32,7 +32,7 @@ model:
 engine:
   exact: true
   block_size: 8             # many blocks and several chunks, although the context is 128 tokens
-  cache_tokens: 2048
+  kv_memory: 2048 tokens
   max_batched_tokens: 32
   max_sequences: 8
 pools:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,3 +147,20 @@ def test_a_port_in_use_is_one_clear_line_before_anything_starts(glassllm_dir: Pa
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"bifolio: {taken}: cannot listen on 127.0.0.1:{port}")
     assert "choose another port" in line
+
+
+def test_what_the_cluster_does_not_have_is_one_clear_line_and_nothing_is_left(
+    glassllm_dir: Path, tmp_path: Path
+) -> None:
+    """Known only when Ray runs."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text("pools: {decode: {labels: {zone: nowhere}}}")
+    with tempfile.TemporaryDirectory(prefix="b-") as place:  # a short name: unix sockets are made below it
+        command = [*_command(glassllm_dir, *free_ports(2)), str(file)]
+        environment = {**os.environ, "TMPDIR": place}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert not list(Path(place).glob("bifolio-*"))
+    assert done.returncode == 1
+    assert "bifolio: stopped" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("bifolio: pools.decode.labels asks for zone=nowhere, and no node")

@@ -9,7 +9,7 @@ import pytest
 from split import pair
 
 PROMPTS = [[5, 300, 41, 77, 512, 9, 23, 640, 88, 31, 7, 450, 61, 19, 200, 33, 4, 18, 95], [702, 11, 66]]
-SIZES = {"block_size": 8, "max_batched_tokens": 16, "max_sequences": 8, "cache_tokens": 512}
+SIZES = {"block_size": 8, "max_batched_tokens": 16, "max_sequences": 8, "kv_memory": "512 tokens"}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 11}
 
 

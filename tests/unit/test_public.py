@@ -27,6 +27,7 @@ def test_kernels():
         "rms_norm": ["x", "residual", "weight", "eps"],
         "rope_and_write": ["q", "k", "v", "cos", "sin", "positions", "slots", "kv", "layout"],
         "rope_tables": ["frequencies", "max_positions", "scale"],
+        "runs_triton": ["device"],
         "sample": ["logits", "temperature", "top_p", "top_k", "min_p", "uniforms"],
         "self_check": ["linears", "heads", "kv_heads", "head_dim", "windows"],
         "silu_mul": ["gate_up", "exact"],
@@ -34,7 +35,7 @@ def test_kernels():
         "using": ["backend"],
     }
     assert sorted(set(bifolio.kernels.__all__) - signatures.keys()) == [
-        *("AttentionPlan", "Backend", "LayerWeights", "Layout", "LinearWeights", "Quantization", "Step"),
+        *("AttentionPlan", "Backend", "LayerWeights", "Layout", "LinearWeights", "Quantization", "StaticPlan", "Step"),
     ]
 
 

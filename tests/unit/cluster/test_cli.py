@@ -304,9 +304,18 @@ def test_flags_of_what_computes_reach_the_configuration(command: str, monkeypatc
 
 @pytest.mark.parametrize(
     ("flags", "exact"),
-    [((), True), (("--dtype", "float32"), True), (("--dtype", "float16"), False), (("--quantization", "int8"), False)],
+    [
+        ((), True),
+        (("--dtype", "float32"), True),
+        (("--device", "cpu"), True),
+        (("--dtype", "float16"), False),
+        (("--quantization", "int8"), False),
+        (("--device", "cuda"), False),
+        (("--device", "cuda", "--dtype", "float32"), False),
+        (("--kernels", "triton"), False),
+    ],
 )
-def test_verify_is_exact_where_float32_is_verified(
+def test_verify_is_exact_where_float32_is_verified_on_cpus(
     flags: tuple[str, ...], exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bifolio.cluster import verify

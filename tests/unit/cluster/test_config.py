@@ -14,7 +14,8 @@ from bifolio.cluster.config import ClusterConfig, load, resolved, schema, show
 from bifolio.protos.errors import ConfigError
 from bifolio.replicas import config
 
-EXAMPLE = Path(__file__).parents[3] / "deploy" / "cluster.example.yaml"
+DEPLOY = Path(__file__).parents[3] / "deploy"
+EXAMPLE = DEPLOY / "cluster.example.yaml"
 
 
 def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
@@ -27,6 +28,13 @@ def test_the_example_is_a_configuration() -> None:
     config = load(EXAMPLE)
     assert config.pools.decode.replicas == 2
     assert config.kv.admission_queue == 64
+
+
+def test_the_gpu_example_is_a_configuration() -> None:
+    config = load(DEPLOY / "cluster.gpu.example.yaml")
+    assert (config.engine.device, config.engine.block_size, config.engine.kv_memory) == ("cuda", 64, "auto")
+    assert (config.pools.prefill.num_gpus, config.pools.decode.num_gpus) == (0.5, 0.5)
+    assert config.pools.decode.accelerator_type is None
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
@@ -93,7 +101,7 @@ def test_the_kernels_to_choose_from_are_those_there_are() -> None:
         ("block_size: 32", "block_size: unknown name; did you mean engine.block_size?"),
         (
             "engine: {block_sise: 3}",
-            "did you mean engine.block_size? allowed: engine.block_size, engine.cache",
+            "did you mean engine.block_size? allowed: engine.block_size, engine.context",
         ),
         ("qqq: 1", "qqq: unknown name; allowed: engine, grpc, http, kv, model, pools"),
         ("http: {port: '80'}", "http.port: got '80'; allowed: a whole number, at least 1, at most 65535"),
@@ -103,7 +111,58 @@ def test_the_kernels_to_choose_from_are_those_there_are() -> None:
             "model: {served_name: 3}",
             "model.served_name: got 3; allowed: a text, of length at least 1 or null",
         ),
-        ("engine: 3", "engine: got 3; allowed: an object with any of block_size"),
+        ("engine: 3", "engine: got 3; allowed: an object with any of device, block_size"),
+        ("engine: {cache_tokens: 2048}", "engine: cache_tokens is now kv_memory; write `kv_memory: 2048 tokens`"),
+        ("engine: {kv_memry: auto}", "engine.kv_memry: unknown name; did you mean engine.kv_memory?"),
+        (
+            "engine: {kv_memory: 2048}",
+            "engine.kv_memory: got 2048; allowed: auto, a fraction above 0 to 1 of the memory that is left, bytes such "
+            "as 12 GiB, or tokens such as 16384 tokens",
+        ),
+        ("engine: {kv_memory: [1]}", "engine.kv_memory: got [1]; allowed: auto, a fraction"),
+        ("engine: {kv_memory: 9 tokens}", "engine.kv_memory: got 9 tokens; allowed: 256 to 2147483648 tokens"),
+        ("engine: {device: gpu}", "engine.device: got 'gpu'; allowed: one of auto, cuda, cpu"),
+        (
+            "engine: {context: 1}",
+            "engine.context: got 1; allowed: a whole number, at least 2, at most 2147483648 or null",
+        ),
+        (
+            "engine: {device: cuda, exact: true}",
+            "engine: exact with device cuda; allowed with exact: device auto or cpu",
+        ),
+        (
+            "engine: {device: cuda, kernels: avx2}",
+            "engine: kernels avx2 with device cuda; allowed on GPUs: auto, triton and torch",
+        ),
+        (
+            "engine: {device: cpu, kv_memory: 0.5}",
+            "engine: kv_memory is 0.5 with device cpu; allowed on CPUs: auto, bytes or tokens",
+        ),
+        (
+            "{engine: {device: cuda}, model: {quantization: int8}}",
+            "model.quantization int8 with engine.device cuda; allowed on GPUs: null, fp8 and int8 weights on GPUs are "
+            "not there yet",
+        ),
+        ("engine: {device: cuda, max_batched_tokens: 256}", "is 256, but must be at least 320: a step holds a block"),
+        (
+            "{engine: {device: cpu}, pools: {decode: {num_gpus: 1}}}",
+            "pools.decode.num_gpus is 1.0 with engine.device cpu; allowed on CPUs: null",
+        ),
+        (
+            "{engine: {device: cpu}, pools: {prefill: {accelerator_type: L4}}}",
+            "pools.prefill.accelerator_type is L4 with engine.device cpu; allowed on CPUs: null",
+        ),
+        (
+            "pools: {decode: {num_gpus: 2}}",
+            "pools.decode.num_gpus: got 2; allowed: a number, at least 0.0001, at most 1",
+        ),
+        ("pools: {decode: {num_gpus: 0}}", "pools.decode.num_gpus: got 0; allowed: a number, at least 0.0001"),
+        ("pools: {decode: {num_gpus: 0.33333}}", "got 0.33333; allowed: 0.0001 to 1, with at most 4 digits after the"),
+        ("pools: {decode: {labels: {zone: 1}}}", "pools.decode.labels: got 1; allowed: an object of label names and"),
+        (
+            "pools: {decode: {labels: {zone: '!a'}}}",
+            "pools.decode.labels: got 'zone': '!a'; allowed: names and values of",
+        ),
         (
             "pools: {decode: {replicas: 0}}",
             "pools.decode.replicas: got 0; allowed: a whole number, at least 1",

@@ -11,7 +11,7 @@ import pytest
 from bifolio.cluster.chat import Chat
 from bifolio.cluster.completion_schema import CompletionRequest
 from bifolio.cluster.convert import logprobs_to_pb, query_from_pb, query_to_pb
-from bifolio.cluster.query import Query, Resolved, Served, check_model, context_of, resolve
+from bifolio.cluster.query import Query, Resolved, Served, check_model, resolve
 from bifolio.cluster.ranges import float32
 from bifolio.cluster.schema import parse
 from bifolio.kv_manager.ledger import Ledger
@@ -28,6 +28,9 @@ from bifolio.protos.messages import (
     Sampling,
     TokenLogprobs,
 )
+from bifolio.replicas.config import EngineConfig
+from bifolio.replicas.kv_memory import BlockShape, Budget, context_of, size_cache
+from bifolio.replicas.model_config import LlamaConfig
 
 ID = RequestId("r-1")
 HELLO = Chat(({"role": "user", "content": "Hello"},))
@@ -97,13 +100,23 @@ def test_an_open_max_tokens_takes_what_room_there_is(served: Served) -> None:
 
 def test_whatever_fits_here_the_ledger_can_place() -> None:
     """The last context is the model's own, in the others the cache is smaller than that."""
-    for cache_tokens, block_size, context in ((256, 8, 256), (300, 16, 288), (1000, 256, 768), (16384, 16, 8192)):
-        assert context_of(8192, cache_tokens, block_size) == context
+    model = LlamaConfig(1000, 64, 128, 1, 1, 1, 32, 1e-5, 10_000.0, 8192, True)
+    budget = Budget(1 << 40, 1 << 40, overhead=0, device="cpu")
+    for kv_memory, block_size, context in (
+        ("256 tokens", 8, 256),
+        ("300 tokens", 16, 288),
+        ("1000 tokens", 256, 768),
+        ("128 KiB", 16, 1008),  # 64 blocks of 2 KiB, one of them the null block
+        ("auto", 16, 8192),
+    ):
+        engine = EngineConfig(device="cpu", kv_memory=kv_memory, block_size=block_size, max_batched_tokens=512)
+        assert context_of(model, engine, 2) == context
+        blocks = size_cache(kv_memory, BlockShape.of(model, block_size, 2), budget, context).blocks
         for prompt in (1, context // 2, context - 1):
             ledger = Ledger(1)
             for role in ("prefill", "decode"):
                 geometry = Geometry("m", 1, 1, 8, block_size, "float32")
-                info = ReplicaInfo(ReplicaId(role), role, geometry, cache_tokens // block_size)
+                info = ReplicaInfo(ReplicaId(role), role, geometry, blocks)
                 ledger.register(info, Report(info.id, 1), 0.0)
             request = Request(ID, (5,) * prompt, Sampling(context - prompt), 0.0)
             assert ledger.admit(Ask(ID, prompt, request.most_tokens, 0.0), 0.0) is not None

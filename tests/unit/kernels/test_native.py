@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from backends import NATIVE
@@ -17,9 +12,7 @@ from test_layer import KINDS
 from test_layer import Case as LayerCase
 from torch import Tensor
 
-from bifolio.kernels import Backend, Layout, library, pack_linear, rms_norm, self_check, silu_mul, using
-
-SCRIPT = Path(__file__).with_name("native_probe.py")
+from bifolio.kernels import Backend, Layout, pack_linear, rms_norm, self_check, silu_mul, using
 
 
 def everything(backend: Backend) -> list[Tensor]:
@@ -105,14 +98,3 @@ def test_a_query_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(
                 one.q = case.q[row + i : row + i + 1]
                 assert torch.equal(one.run(layout, window=window)[0], whole[row + i])
             row += rows
-
-
-@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
-@pytest.mark.parametrize(("cpu", "isa"), [("Haswell", "avx2"), ("Nehalem", "generic")])
-def test_the_same_libraries_run_on_an_older_cpu_with_the_same_float32_bits(cpu: str, isa: str) -> None:
-    here = subprocess.check_output([sys.executable, "-P", str(SCRIPT)], text=True).split()
-    emulated = ["qemu-x86_64", "-cpu", cpu, sys.executable, "-P", str(SCRIPT)]
-    there, *refusals = subprocess.check_output(emulated, text=True, stderr=subprocess.DEVNULL).splitlines()
-    assert there.split() == [isa, here[1]]
-    assert len(refusals) == library.ISAS.index(isa)
-    assert all("which this CPU does not have" in refusal for refusal in refusals)

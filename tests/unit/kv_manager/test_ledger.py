@@ -80,11 +80,11 @@ def test_a_placement_has_room_for_the_history_and_one_more(ledger: Ledger, decod
 
 
 def test_prefill_gets_room_for_the_history(ledger: Ledger, decode: Side) -> None:
-    Side(ledger, info("p", "prefill"))
+    Side(ledger, replace(info("p", "prefill"), memory=b"memory of p"))
     placement = placed(ledger, ask("a", tokens=4))
     assert placement.prefill is not None
     assert len(placement.prefill.blocks) == 1
-    assert placement.prefill_address == "p:1"
+    assert (placement.prefill_address, placement.prefill_memory) == ("p:1", b"memory of p")
     assert placement.prefill.generation > placement.decode.generation
 
 

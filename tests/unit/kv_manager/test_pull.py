@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import transfer_kit
 from transfer_kit import (
     DONE,
     WAIT,
     GatedStore,
+    ReachingStore,
     ScriptedSource,
     client_of,
+    content,
     filled_store,
     ids,
     in_thread,
@@ -27,7 +30,7 @@ from transfer_kit import (
 )
 
 from bifolio.kv_manager.memory_store import MemoryStore
-from bifolio.kv_manager.wire import HEADER, Ack, Frame, pack, pack_frame
+from bifolio.kv_manager.wire import HEADER, Ack, Complete, Frame, pack, pack_frame
 from bifolio.protos.errors import ReplicaGone, TransferFailed
 from bifolio.protos.messages import Commit, Generation
 
@@ -47,6 +50,17 @@ def _threads() -> Iterator[None]:
 def pull_from(messages: list[bytes]) -> Commit:
     with raw_serving(lambda _: messages) as address, client_of(MemoryStore(3, SIZE)) as client:
         return in_thread(client.pull(address, START), ids(1, 2, 3)).result(WAIT)
+
+
+COPIED = start(memory=b"theirs")
+WORDS = [Complete(START.generation, i, i) for i in range(3)]
+GOOD_COPY = [*map(pack, WORDS), pack(COMMIT)]
+
+
+def copy_from(messages: list[bytes]) -> Commit:
+    store = ReachingStore(3, SIZE, theirs=filled_store(SIZE))
+    with raw_serving(lambda _: messages) as address, client_of(store) as client:
+        return in_thread(client.pull(address, COPIED), ids(1, 2, 3)).result(WAIT)
 
 
 def flipped(message: bytes, at: int) -> bytes:
@@ -91,6 +105,37 @@ def test_a_stream_that_is_not_the_prefill_asked_for_fails(messages, says):
         pull_from(messages)
 
 
+def test_a_good_stream_of_copies_is_committed():
+    assert copy_from(GOOD_COPY) == COMMIT
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (GOOD, "a Frame came where blocks are copied"),
+        ([GOOD_COPY[0], GOOD[1], *GOOD_COPY[2:]], "a Frame came where blocks are copied"),
+        ([GOOD_COPY[0][:-1], *GOOD_COPY[1:]], "takes 25 bytes"),
+        ([GOOD_COPY[0], *GOOD_COPY[2:]], "frame 2 arrived where frame 1 was due"),
+        ([GOOD_COPY[0], *GOOD_COPY], "frame 0 arrived where frame 1 was due"),
+        ([pack(replace(WORDS[0], generation=Generation(7, 8))), *GOOD_COPY[1:]], "lease 7.8"),
+        ([pack(replace(WORDS[0], position=3)), *GOOD_COPY[1:]], "block 3"),
+        ([GOOD_COPY[0], pack(replace(WORDS[1], position=0)), *GOOD_COPY[2:]], "of block 0"),
+        (GOOD_COPY[:3], "without a commit"),
+        ([*GOOD_COPY[:2], pack(replace(COMMIT, frames=2, payload_bytes=2 * SIZE))], "0 of 64 bytes of block 2"),
+        ([*GOOD_COPY[:3], pack(replace(COMMIT, payload_bytes=0))], "the commit says payload_bytes 0"),
+        ([*GOOD_COPY, GOOD_COPY[0]], "Complete is out of place"),
+    ],
+)
+def test_a_stream_of_copies_that_is_not_the_prefill_asked_for_fails(messages, says):
+    with pytest.raises(TransferFailed, match=says):
+        copy_from(messages)
+
+
+def test_the_word_that_a_block_is_complete_is_no_use_to_who_cannot_copy_it():
+    with pytest.raises(TransferFailed, match="a Complete came where blocks are sent"):
+        pull_from(GOOD_COPY)
+
+
 def test_an_error_after_the_commit_is_an_error():
     def answer(_):
         yield from GOOD
@@ -113,7 +158,7 @@ def test_a_misfit_cancels_the_prefill_side():
 
 def test_a_store_that_fails_cancels_the_prefill_side():
     class Broken(MemoryStore):
-        def write(self, block, offset, data):
+        def _write(self, block, offset, data):
             raise OSError("no memory")
 
     source = ScriptedSource(filled_store(SIZE), 5)
@@ -157,7 +202,7 @@ PrefillClient(MemoryStore(3, 64)).pull(sys.argv[1], start()).run(ids(1, 2, 3))
 @contextmanager
 def child(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Runs another process, and kills it."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    path = os.pathsep.join([os.path.dirname(transfer_kit.__file__), *sys.path])
     with subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
         stdout=subprocess.PIPE,
@@ -181,7 +226,7 @@ def test_a_prefill_replica_lost_in_mid_stream_is_noticed(fate):
         assert process.stdout is not None
         pull = client.pull(f"127.0.0.1:{int(process.stdout.readline())}", START)
         result = in_thread(pull, ids(1, 2, 3))
-        assert store.writing.wait(WAIT)
+        assert store.begun.wait(WAIT)
         process.send_signal(fate)
         with pytest.raises(ReplicaGone, match="UNAVAILABLE"):
             result.result(WAIT)
@@ -219,4 +264,4 @@ def test_concurrent_pulls_share_a_connection_and_do_not_mix():
         assert [result.result(WAIT).generation.counter for result in results] == list(range(8))
     for i in range(8):
         for n in range(3):
-            assert target.read(3 * i + 1 + n) == source.store.read(i + 1 + n)
+            assert content(target, 3 * i + 1 + n) == content(source.store, i + 1 + n)

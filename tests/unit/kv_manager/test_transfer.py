@@ -16,19 +16,23 @@ from transfer_kit import (
     LOGITS,
     WAIT,
     GatedStore,
+    ReachingStore,
     ScriptedSource,
+    SharedStore,
     client_of,
+    content,
     filled_store,
     ids,
     in_thread,
     no_threads_left,
+    put,
     serving,
     start,
 )
 
 from bifolio.kv_manager.memory_store import MemoryStore
 from bifolio.kv_manager.transfer import Outbox, PrefillServer
-from bifolio.kv_manager.wire import METHOD, SERVICE, Ack, Frame, pack, unpack
+from bifolio.kv_manager.wire import METHOD, SERVICE, Ack, Complete, Frame, pack, unpack
 from bifolio.protos.errors import (
     BifolioError,
     DoesNotFit,
@@ -63,9 +67,9 @@ def test_what_arrives_is_what_was_computed(block_bytes, skip):
     assert commit == Commit(start().generation, 10, skip, 3 - skip, frames, (3 - skip) * block_bytes, LOGITS, 0.5, 1.5)
     assert (pull.frames_received, pull.bytes_received) == (frames, commit.payload_bytes)
     for here, there in list(zip((2, 4, 1), (3, 1, 2), strict=True))[skip:]:
-        assert target.read(here) == source.store.read(there)
+        assert content(target, here) == content(source.store, there)
     for untouched in (3, *(2, 4, 1)[:skip]):
-        assert target.read(untouched) == bytes(block_bytes)
+        assert content(target, untouched) == bytes(block_bytes)
 
 
 def test_the_prompts_logprobs_come_with_the_commit():
@@ -88,7 +92,7 @@ def test_a_full_last_block_needs_no_special_end():
     source, target = ScriptedSource(filled_store(SMALL), 4, 12, DONE), MemoryStore(4, SMALL)
     with serving(source) as address, client_of(target) as client:
         assert client.pull(address, start(tokens=12)).run(ids(1, 2, 3)).block_count == 3
-    assert target.read(3) == source.store.read(2)
+    assert content(target, 3) == content(source.store, 2)
 
 
 def test_blocks_arrive_before_the_last_chunk_is_computed():
@@ -96,7 +100,7 @@ def test_blocks_arrive_before_the_last_chunk_is_computed():
     target.gate.set()
     with serving(source) as address, client_of(target) as client:
         result = in_thread(client.pull(address, start()), ids(1, 2, 3))
-        assert target.writing.wait(WAIT)  # of block position 0, while the job waits to be fed
+        assert target.begun.wait(WAIT)  # of block position 0, while the job waits to be fed
         source.next_job().feed(DONE)
         assert result.result(WAIT).frames == 3
     assert target.writes == 3
@@ -122,6 +126,99 @@ def test_a_window_of_one_is_enough():
     source, target = ScriptedSource(filled_store(LARGE), DONE), MemoryStore(4, LARGE)
     with serving(source, window=1) as address, client_of(target) as client:
         assert client.pull(address, start()).run(ids(1, 2, 3)).frames == 9
+
+
+def shared_pair(block_bytes: int) -> tuple[SharedStore, ReachingStore]:
+    theirs, same = SharedStore(4, block_bytes), filled_store(block_bytes)
+    for block in range(1, 5):
+        put(theirs, block, content(same, block))
+    return theirs, ReachingStore(4, block_bytes, theirs=same)
+
+
+@pytest.mark.parametrize(("block_bytes", "skip"), [(SMALL, 0), (SMALL, 1), (SMALL, 3), (LARGE, 1)])
+def test_what_can_be_reached_is_copied_and_never_sent(block_bytes, skip):
+    theirs, target = shared_pair(block_bytes)
+    target.writing = None  # nobody calls it
+    with serving(ScriptedSource(theirs, 4, 8, DONE), window=1) as address, client_of(target) as client:
+        pull = client.pull(address, start(skip=skip, memory=b"theirs"))
+        commit = pull.run(ids(2, 4, 1))
+    blocks = 3 - skip
+    assert commit == Commit(start().generation, 10, skip, blocks, blocks, blocks * block_bytes, LOGITS, 0.5, 1.5)
+    assert (pull.frames_received, pull.bytes_received) == (blocks, blocks * block_bytes)
+    del target.writing
+    for here, there in list(zip((2, 4, 1), (3, 1, 2), strict=True))[skip:]:
+        assert content(target, here) == content(target.others[b"theirs"], there)
+    for untouched in (3, *(2, 4, 1)[:skip]):
+        assert content(target, untouched) == bytes(block_bytes)
+
+
+@pytest.mark.parametrize("memory", [b"", b"another's", b"\0garbage"])
+def test_what_cannot_be_reached_is_sent(memory):
+    source, target = ScriptedSource(filled_store(SMALL), DONE), ReachingStore(4, SMALL)
+    source.store.memory = memory
+    with serving(source) as address, client_of(target) as client:
+        assert client.pull(address, start(memory=memory)).run(ids(2, 4, 1)).payload_bytes == 3 * SMALL
+    assert target.copies == 0
+    assert content(target, 1) == content(source.store, 2)
+
+
+@pytest.mark.parametrize("offered", [b"", b"new"])
+def test_nothing_is_copied_from_a_replica_whose_address_another_has(offered):
+    source, target = ScriptedSource(filled_store(SMALL), DONE), ReachingStore(4, SMALL, old=filled_store(SMALL))
+    source.store.memory = offered
+    with serving(source) as address, client_of(target) as client:
+        pull = client.pull(address, start(memory=b"old"))
+        with pytest.raises(StalePlacement, match="no longer"):
+            pull.run(ids(1, 2, 3))
+    assert not source.jobs
+    assert target.copies == 0
+
+
+def test_a_block_is_acknowledged_when_it_has_been_copied():
+    theirs, target = shared_pair(SMALL)
+    target.gate.clear()
+    source = ScriptedSource(theirs, DONE)
+    with serving(source) as address, client_of(target) as client:
+        result = in_thread(client.pull(address, start(4, blocks=(3,), memory=b"theirs")), ids(1))
+        assert target.begun.wait(WAIT)
+        job = source.next_job()
+        assert not job.closed.wait(0.05)  # all has been said, and the lease is open
+        target.gate.set()
+        assert result.result(WAIT).frames == 1
+        assert job.closed.wait(WAIT)
+
+
+def test_a_cancel_returns_when_the_copy_under_way_has_happened():
+    theirs, target = shared_pair(SMALL)
+    target.gate.clear()
+    source = ScriptedSource(theirs, DONE)
+    with serving(source) as address, client_of(target) as client:
+        pull = client.pull(address, start(memory=b"theirs"))
+        result = in_thread(pull, ids(1, 2, 3))
+        assert target.begun.wait(WAIT)
+        pull.cancel()
+        assert source.next_job().closed.wait(WAIT)
+        assert not result.done()
+        target.gate.set()
+        with pytest.raises(Revoked):
+            result.result(WAIT)
+        assert target.copies == 1
+
+
+def test_no_more_than_a_window_of_words_is_ever_unacknowledged():
+    def requests():
+        for frame in range(3):
+            assert len(words) - frame == 2
+            acked.append(frame)
+            yield pack(Ack(frame))
+
+    words: list[bytes] = []
+    acked: list[int] = []
+    outbox = Outbox(start(memory=b"theirs"), SharedStore(4, LARGE), requests(), window=2)
+    for word in outbox.send(computed=10):
+        words.append(word)
+    assert list(map(unpack, words)) == [Complete(start().generation, i, i) for i in range(3)]
+    assert acked == [0]
 
 
 def test_the_job_is_left_only_after_the_last_ack():
@@ -196,7 +293,7 @@ def test_a_cancel_while_a_frame_is_being_sent_ends_both_sides():
     with serving(source, window=100) as address, client_of(target) as client:
         pull = client.pull(address, start())
         result = in_thread(pull, ids(1, 2, 3))
-        assert target.writing.wait(WAIT)  # the client reads no more, so flow control holds the server
+        assert target.begun.wait(WAIT)  # the client reads no more, so flow control holds the server
         pull.cancel()
         assert source.next_job().closed.wait(WAIT)
         assert not result.done()  # it is still copying: its blocks are not free

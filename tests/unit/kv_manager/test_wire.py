@@ -6,10 +6,12 @@ import pytest
 from transfer_kit import ids, start
 
 from bifolio.kv_manager.wire import (
+    COMPLETE,
     HEADER,
     MAX_MESSAGE,
     MAX_PAYLOAD,
     Ack,
+    Complete,
     Frame,
     Kind,
     Malformed,
@@ -23,6 +25,7 @@ from bifolio.protos import kv_pb2
 from bifolio.protos.messages import Commit, Generation, TokenLogprobs
 
 FRAME = Frame(Generation(2**64 - 1, 5), 3, 2, 1024, memoryview(b"payload"))
+WORD = Complete(Generation(2**64 - 1, 5), 2**32 - 1, 2)
 COMMIT = Commit(Generation(1, 2), 10, 1, 2, 4, 64, b"\0" * 8, 0.25, 0.5)
 
 
@@ -32,6 +35,8 @@ COMMIT = Commit(Generation(1, 2), 10, 1, 2, 4, 64, b"\0" * 8, 0.25, 0.5)
         start(),
         replace(start(), prompt_logprobs=0),
         replace(start(), prompt_logprobs=20),
+        start(memory=b'["\xff\0", 600 bytes or so]'),
+        WORD,
         Ack(0),
         Ack(2**32 - 1),
         COMMIT,
@@ -66,6 +71,14 @@ def test_a_frame_is_its_header_and_its_payload():
     assert HEADER.size == 41
 
 
+def test_the_word_that_a_block_is_complete_is_short_and_malformed_when_cut():
+    packed = pack(WORD)
+    assert len(packed) == COMPLETE.size == 25
+    for length in range(1, len(packed)):
+        with pytest.raises(Malformed, match="takes 25 bytes"):
+            unpack(packed[:length])
+
+
 def test_every_flipped_payload_bit_is_noticed():
     packed = pack_frame(FRAME)
     for bit in range(HEADER.size * 8, len(packed) * 8):
@@ -92,6 +105,9 @@ def test_a_frame_cut_anywhere_is_malformed():
         bytes((Kind.ACK,)) + b"\x08",
         bytes((Kind.COMMIT,)) + b"\x3a\x05",
         pack_frame(FRAME) + b"more",
+        bytes((Kind.FRAME,)) + pack(WORD)[1:],
+        bytes((Kind.COMPLETE,)) + pack_frame(FRAME)[1:],
+        pack(WORD) + b"m",
         pack_frame(replace(FRAME, payload=memoryview(b""))),
         pack_frame(replace(FRAME, payload=memoryview(bytes(MAX_PAYLOAD + 1)))),
         pack(replace(start(), tokens=())),

@@ -15,7 +15,7 @@ from bifolio.kernels import Backend, Quantization, library, using
 from bifolio.kv_manager.config import KvConfig
 from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import ReplicaId
-from bifolio.replicas.batch import Row, build_batch
+from bifolio.replicas.batch import Row
 from bifolio.replicas.config import EngineConfig
 from bifolio.replicas.core import Core, LoadedModel, ReplicaSpec, load_model
 
@@ -35,7 +35,7 @@ def nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec(model: Path, dtype: str = "float32", quantization: Quantization | None = None, **engine: Any) -> ReplicaSpec:
-    return ReplicaSpec(model, dtype, quantization, EngineConfig(**engine), KvConfig(), ("none", "none"))
+    return ReplicaSpec(model, dtype, quantization, EngineConfig(device="cpu", **engine), KvConfig(), ("none", "none"))
 
 
 def load(model: Path, *what: Any, **engine: Any) -> LoadedModel:
@@ -44,7 +44,7 @@ def load(model: Path, *what: Any, **engine: Any) -> LoadedModel:
 
 def logits(model: Path, loaded: LoadedModel, **engine: Any) -> torch.Tensor:
     core = Core(spec(model, **engine), ReplicaId("one"), "decode", loaded)
-    return core.runner.run(build_batch([Row([2, 5, 7], 0, [1])], core.cache.block_size))
+    return core.runner.run([Row([2, 5, 7], 0, [1])])
 
 
 @pytest.mark.parametrize("kernels", [*NATIVE, "torch"])

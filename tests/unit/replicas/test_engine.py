@@ -11,7 +11,7 @@ import torch
 
 from bifolio.protos.messages import BlockId, Generation, Sampling
 from bifolio.replicas import sampler
-from bifolio.replicas.batch import Batch
+from bifolio.replicas.batch import Row, build_batch
 from bifolio.replicas.engine import Engine, EngineThread
 from bifolio.replicas.logprobs import token_logprobs
 from bifolio.replicas.runner import Output
@@ -24,14 +24,15 @@ VOCABULARY = 32
 class Runner:
     """The next id is the last one plus one; fails when told to."""
 
-    block_size = 16
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.fail = False
 
-    def compute(self, batch: Batch) -> Output:
+    def compute(self, rows: list[Row]) -> Output:
         if self.fail:
             raise RuntimeError("out of luck")
+        batch = build_batch(rows, 16)
         logits = torch.nn.functional.one_hot((batch.tokens + 1) % VOCABULARY, VOCABULARY).float()
         scores = token_logprobs(logits[batch.scored_rows], batch.targets, batch.tops)
         return Output(logits[batch.logit_rows], scores)
@@ -110,10 +111,10 @@ def test_only_the_faulty_sequence_of_a_step_fails():
     it, runner = engine()
     compute = runner.compute
 
-    def faulty(batch: Batch) -> Output:
-        if 13 in batch.tokens:
+    def faulty(rows: list[Row]) -> Output:
+        if any(13 in row.tokens for row in rows):
             raise RuntimeError("unlucky")
-        return compute(batch)
+        return compute(rows)
 
     runner.compute = faulty  # type: ignore[method-assign]
     for counter, tokens in enumerate(((3, 4), (13,), (8,)), 1):
@@ -133,10 +134,10 @@ def test_a_step_that_is_repeated_records_nothing_twice():
     together, runner = engine(lambda generation, count: (BlockId(1000 + generation.counter),))
     compute = runner.compute
 
-    def faulty(batch: Batch) -> Output:
-        if 31 in batch.tokens:
+    def faulty(rows: list[Row]) -> Output:
+        if any(31 in row.tokens for row in rows):
             raise RuntimeError("unlucky")
-        return compute(batch)
+        return compute(rows)
 
     runner.compute = faulty  # type: ignore[method-assign]
     wanted = add(

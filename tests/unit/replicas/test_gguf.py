@@ -111,6 +111,13 @@ def test_the_configuration_of_a_gguf_file(smollm2_gguf: Path) -> None:
     )
 
 
+def test_tensors_go_to_the_device(tmp_path: Path) -> None:
+    path, _ = tiny_gguf(tmp_path / "model.gguf")
+    config, weights = load(path, torch.bfloat16, torch.device("meta"))
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == config.tensors()
+    assert all(tensor.is_meta and tensor.dtype == torch.bfloat16 for tensor in weights.values())
+
+
 def test_quantised_tensors_are_what_their_numbers_mean(smollm2_gguf: Path) -> None:
     """Q4_1, by its definition: 32 weights are 4-bit numbers times a float16 scale plus a float16 minimum."""
     _, weights = load(smollm2_gguf, torch.float32)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -12,6 +14,8 @@ from split import Pair, pair
 
 from bifolio.protos.errors import InvalidRequest, StalePlacement
 from bifolio.protos.messages import BlockId, Lease, RequestId, Start
+from bifolio.replicas.delayed_device import DelayedDevice
+from bifolio.replicas.device import Device
 
 PROMPT = [
     5,
@@ -43,15 +47,17 @@ PROMPT = [
     91,
 ]
 GREEDY = {"max_tokens": 30, "temperature": 0.0}
-SMALL = {"block_size": 8, "max_batched_tokens": 32, "max_sequences": 8, "cache_tokens": 2048}
+SMALL = {"block_size": 8, "max_batched_tokens": 32, "max_sequences": 8, "kv_memory": "2048 tokens"}
 
 
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-async def answer(model: Path, split: bool, *prompts: list[int], **sampling) -> list[list[int]]:
-    async with pair(model, split=split, **SMALL) as it:
+async def answer(
+    model: Path, split: bool, *prompts: list[int], on: Device | None = None, **sampling
+) -> list[list[int]]:
+    async with pair(model, split=split, on=on, **SMALL) as it:
         out = await asyncio.gather(*(it.tokens(it.request(p, **sampling)) for p in prompts))
         await it.settled()
         return out
@@ -63,6 +69,71 @@ def test_split_and_whole_give_the_same_ids(glassllm_dir):
     whole = run(answer(glassllm_dir, False, *prompts, **GREEDY))
     assert split == whole
     assert [len(ids) for ids in split] == [30] * 4
+
+
+class Apart(DelayedDevice):
+    """As if each replica had a GPU of its own."""
+
+    def reach(self, handle):
+        return "it is on another GPU"
+
+
+def forbidden(*_):
+    raise AssertionError("a payload was asked for")
+
+
+@pytest.mark.parametrize("on", [DelayedDevice(1), DelayedDevice(2), Apart(1)], ids=["one", "one too", "apart"])
+def test_blocks_that_move_late_and_out_of_order_give_the_same_ids(glassllm_dir, on, caplog):
+    """On one device without a payload, between two through the host."""
+    prompts = [PROMPT, PROMPT[3:12], PROMPT * 3, [7]]
+
+    async def late() -> list[list[int]]:
+        async with pair(glassllm_dir, on=on, **SMALL) as it:
+            if not isinstance(on, Apart):
+                it.decode.store.writing = it.prefill.store.read = forbidden
+            out = await asyncio.gather(*(it.tokens(it.request(p, **GREEDY)) for p in prompts))
+            await it.settled()
+            return out
+
+    caplog.set_level(logging.INFO, "bifolio.kv_manager")
+    assert run(late()) == run(answer(glassllm_dir, True, *prompts, **GREEDY))
+    way = "through the host: it is on another GPU" if isinstance(on, Apart) else "on the device, by copies"
+    told = [line for line in caplog.messages if line.startswith("blocks of the prefill replica")]
+    assert [line.partition(" come ")[2] for line in told] == [way, "through the host: it shares no memory"]
+
+
+def test_handles_that_lead_nowhere_take_the_way_through_the_host(glassllm_dir):
+    async def nowhere() -> None:
+        async with pair(glassllm_dir, on=DelayedDevice(3), **SMALL) as it:
+            request = it.request(PROMPT, **GREEDY)
+            expected = await it.tokens(request)
+            for memory in (b"", b"\0garbage", json.dumps([1, "key", "host", 0, 9, 9, []]).encode()):
+                placement = replace(await it.place(it.request(PROMPT, **GREEDY)), prefill_memory=memory)
+                deltas = []
+                async for delta in it.deltas(request, placement):
+                    it.beat()
+                    deltas.append(delta)
+                assert [token for delta in deltas for token in delta.tokens] == expected
+                assert deltas[0].moved.bytes == 4 * it.decode.cache.block_bytes
+            await it.settled()
+
+    run(nowhere())
+
+
+def test_memory_of_a_replica_that_is_not_there_any_more_ends_the_attempt_as_resumable(glassllm_dir):
+    """Its address has another one. What was mapped still holds blocks: of the right size, with the wrong content."""
+
+    async def gone() -> None:
+        async with pair(glassllm_dir, on=DelayedDevice(4), **SMALL) as it:
+            request = it.request(PROMPT, **GREEDY)
+            placement = replace(await it.place(request), prefill_memory=it.decode.store.share())
+            (delta,) = [d async for d in it.streams.generate(placement, request)]
+            assert delta.resumable[::2] == ("StalePlacement", None)
+            it.ledger.revoke(request.id, time.monotonic())
+            assert await it.tokens(it.request(PROMPT, **GREEDY))
+            await it.settled()
+
+    run(gone())
 
 
 def test_a_seed_gives_the_same_ids_split_and_whole_alone_and_in_company(glassllm_dir):
@@ -87,7 +158,7 @@ def test_a_resumed_request_goes_on_as_if_nothing_had_happened(glassllm_dir):
 
 def test_a_block_that_went_to_another_lease_makes_an_old_placement_stale(glassllm_dir):
     async def reuse() -> None:
-        async with pair(glassllm_dir, **{**SMALL, "cache_tokens": 256}) as it:
+        async with pair(glassllm_dir, **{**SMALL, "kv_memory": "256 tokens"}) as it:
             request = it.request(PROMPT, **GREEDY)
             expected = await it.tokens(request)
             late = await it.place(it.request(PROMPT, **GREEDY))
@@ -138,7 +209,7 @@ def test_a_start_that_makes_no_sense_is_refused_and_leaves_no_trace(glassllm_dir
                 it.prefill.geometry,
                 0.0,
             )
-            last = BlockId(SMALL["cache_tokens"] // SMALL["block_size"])
+            last = BlockId(it.prefill.cache.blocks)
             for wrong in (
                 {"blocks": ()},
                 {"blocks": good.blocks[:-1]},
@@ -185,18 +256,24 @@ def test_the_first_block_arrives_before_the_last_chunk_is_computed(glassllm_dir)
         async with pair(glassllm_dir, **SMALL) as it:
             assert it.prefill is not None
             arrived = threading.Event()
-            write, compute = it.decode.cache.write, it.prefill.runner.compute
+            writing, compute = it.decode.store.writing, it.prefill.runner.compute
 
-            def written(*args):
-                write(*args)
-                arrived.set()
+            @contextlib.contextmanager
+            def watched():
+                with writing() as write:
 
-            def computed(batch):
-                if batch.logit_rows.numel():
+                    def written(*args):
+                        write(*args)
+                        arrived.set()
+
+                    yield written
+
+            def computed(rows):
+                if any(row.want_logits for row in rows):
                     assert arrived.wait(20), "no block came while the prompt was being computed"
-                return compute(batch)
+                return compute(rows)
 
-            it.decode.cache.write, it.prefill.runner.compute = written, computed
+            it.decode.store.writing, it.prefill.runner.compute = watched, computed
             assert len(await it.tokens(it.request(PROMPT * 3, **GREEDY))) == 30
 
     run(overlap())
@@ -231,7 +308,7 @@ def test_leaving_returns_every_block_on_both_sides(glassllm_dir, leave):
 
 def test_out_of_blocks_the_latest_arrival_is_preempted_and_resumes(glassllm_dir):
     async def crowd() -> None:
-        few = {**SMALL, "cache_tokens": 256, "max_sequences": 3}
+        few = {**SMALL, "kv_memory": "256 tokens", "max_sequences": 3}
         prompts = [PROMPT[i : i + 20] for i in range(3)]
         async with pair(glassllm_dir, **SMALL) as roomy:
             expected = [await roomy.tokens(roomy.request(p, max_tokens=90, temperature=0.0)) for p in prompts]

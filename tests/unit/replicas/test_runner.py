@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from bifolio.replicas.batch import Batch, Row, build_batch
+from bifolio.replicas.batch import Batch, Row
 from bifolio.replicas.logprobs import token_logprobs
 from bifolio.replicas.runner import SCORED_AT_ONCE, Runner
 
@@ -29,6 +30,19 @@ class Model:
 
 class Cache:
     block_size = 8
+    device = torch.device("cpu")
+
+
+class Store:
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def computed(self, blocks: list[int]) -> None:
+        self.steps.append(blocks)
+
+
+def runner(model: object, store: Store | None = None) -> Runner:
+    return Runner(model, Cache(), store or Store())  # type: ignore[arg-type]
 
 
 def test_rows_are_scored_a_few_at_a_time() -> None:
@@ -39,7 +53,7 @@ def test_rows_are_scored_a_few_at_a_time() -> None:
         Row([4], 0, [30]),
         Row([5, 6], 0, [31], True, [6]),
     ]
-    output = Runner(model, Cache()).compute(build_batch(rows, 8))  # type: ignore[arg-type]
+    output = runner(model).compute(rows)
     assert max(model.asked) <= SCORED_AT_ONCE
     assert torch.equal(output.logits, TABLE[[4, 6]])
     assert output.scores == [
@@ -50,6 +64,20 @@ def test_rows_are_scored_a_few_at_a_time() -> None:
 
 def test_nothing_is_scored_unless_asked_for() -> None:
     model: Any = Model()
-    runner = Runner(model, Cache())  # type: ignore[arg-type]
-    assert torch.equal(runner.run(build_batch([Row([1, 2, 3], 0, [1])], 8)), TABLE[[3]])
+    assert torch.equal(runner(model).run([Row([1, 2, 3], 0, [1])]), TABLE[[3]])
     assert model.asked == [1]
+
+
+def test_the_store_hears_which_blocks_a_step_writes() -> None:
+    store, model = Store(), Model()
+    runner(model, store).run([Row([1, 2, 3], 6, [5, 9]), Row([4], 8, [7, 2])])
+    assert store.steps == [[2, 5, 9]]
+
+
+def test_it_hears_so_of_a_step_that_fails_too() -> None:
+    """Part of it may be under way."""
+    store, model = Store(), Model()
+    model.logits = lambda hidden: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        runner(model, store).run([Row([1], 0, [3])])
+    assert store.steps == [[3]]

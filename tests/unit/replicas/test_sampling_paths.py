@@ -23,7 +23,7 @@ from bifolio.replicas.llama import Llama
 from bifolio.replicas.weights import load
 
 PROMPT = torch.randint(4, 1000, (61,), generator=torch.Generator().manual_seed(8)).tolist()
-SMALL = {"block_size": 8, "max_batched_tokens": 32, "max_sequences": 8, "cache_tokens": 2048}
+SMALL = {"block_size": 8, "max_batched_tokens": 32, "max_sequences": 8, "kv_memory": "2048 tokens"}
 EVERYTHING: dict[str, Any] = {
     "max_tokens": 24,
     "temperature": 1.1,
@@ -152,7 +152,7 @@ def test_preempted_and_resumed(glassllm_dir: Path) -> None:
         return [it.request(PROMPT[i:], **long) for i in range(4)]
 
     async def crowded() -> tuple[list[Delta], int]:
-        async with pair(glassllm_dir, **{**SMALL, "cache_tokens": 256, "exact": True}) as it:
+        async with pair(glassllm_dir, **{**SMALL, "kv_memory": "256 tokens", "exact": True}) as it:
             out = await asyncio.gather(*(it.answer(request) for request in crowd(it)))
             await it.settled()
             return out, it.preemptions

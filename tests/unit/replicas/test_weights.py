@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bifolio.protos.errors import ConfigError
+from bifolio.replicas import weights as weights_module
 from bifolio.replicas.model_files import fingerprint, model_config
 from bifolio.replicas.rope_scaling import Yarn, yarn_attention_factor
-from bifolio.replicas.weights import load
+from bifolio.replicas.weights import REPORT_S, Progress, load
+
+META = torch.device("meta")
 
 
 @pytest.fixture
@@ -33,6 +38,59 @@ def test_a_directory_loads_in_the_dtype_asked_for(glassllm_dir: Path) -> None:
     stored = load_file(glassllm_dir / "model.safetensors")
     assert weights.keys() == config.tensors().keys() == stored.keys()
     assert all(torch.equal(weights[name], stored[name].bfloat16()) for name in stored)
+
+
+def test_how_many_are_under_way_together_changes_nothing(glassllm_dir: Path) -> None:
+    alone, together = (load(glassllm_dir, torch.bfloat16, at_once=count)[1] for count in (1, 7))
+    assert list(together) == list(alone)
+    assert all(torch.equal(together[name], alone[name]) for name in alone)
+
+
+def test_tensors_go_to_the_device(glassllm_dir: Path) -> None:
+    config, weights = load(glassllm_dir, torch.float16, META)
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == config.tensors()
+    assert list(weights) == list(config.tensors())
+    assert all(tensor.is_meta and tensor.dtype == torch.float16 for tensor in weights.values())
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), META])
+def test_a_tensor_that_cannot_be_read_is_named_with_its_file(model: Path, device: torch.device) -> None:
+    store_in_6_bits(model / "model.safetensors", "model.layers.2.input_layernorm.weight")
+    named = r"layers\.2\.input_layernorm\.weight of .*model\.safetensors cannot be brought to (cpu|meta) as torch"
+    with pytest.raises(ConfigError, match=named) as caught:
+        load(model, torch.float32, device)
+    assert caught.value.message.isprintable()
+
+
+def store_in_6_bits(path: Path, wrong: str) -> None:
+    """A dtype of the format that torch has no name for."""
+    header, data = {}, b""
+    for name, tensor in load_file(path).items():
+        raw = tensor.numpy().tobytes()[: tensor.numel() * 6 // 8 if name == wrong else None]
+        dtype = "F6_E2M3" if name == wrong else "F32"
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_progress_is_said_when_it_has_been_long_and_is_not_over() -> None:
+    progress = Progress(5_000_000_000, now=100.0)
+    assert progress.add(1_000_000_000, 100.0 + REPORT_S - 0.1) is None
+    assert progress.add(1_000_000_000, 107.0) == "weights: 2.0 of 5.0 GB in 7 s"
+    assert progress.add(1_000_000_000, 107.0 + REPORT_S - 0.1) is None
+    assert progress.add(500_000_000, 131.4) == "weights: 3.5 of 5.0 GB in 31 s"
+    assert progress.add(1_500_000_000, 150.0) is None  # done: whoever loads says so
+
+
+def test_progress_is_logged(
+    glassllm_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights_module, "REPORT_S", 0.0)
+    with caplog.at_level(logging.INFO, "bifolio.replicas.weights"):
+        tensors = load(glassllm_dir, torch.float32)[1]
+    assert len(caplog.messages) == len(tensors) - 1
+    assert caplog.messages[0].startswith("weights: 0.0 of 0.0 GB in ")
 
 
 @pytest.mark.parametrize(

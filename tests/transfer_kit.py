@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -16,8 +16,8 @@ import grpc
 
 from bifolio.kv_manager.memory_store import MemoryStore
 from bifolio.kv_manager.pull import PrefillClient, Pull
-from bifolio.kv_manager.transfer import Prefilled, PrefillServer
-from bifolio.kv_manager.wire import METHOD, SERVICE, unpack
+from bifolio.kv_manager.transfer import BlockStore, Copy, Prefilled, PrefillServer, Write
+from bifolio.kv_manager.wire import METHOD, SERVICE, pieces, unpack
 from bifolio.protos.errors import Revoked
 from bifolio.protos.messages import BlockId, Commit, Generation, Geometry, RequestId, Start
 
@@ -31,7 +31,7 @@ def ids(*blocks: int) -> tuple[BlockId, ...]:
     return tuple(BlockId(block) for block in blocks)
 
 
-def start(tokens: int = 10, skip: int = 0, blocks: Sequence[int] = (3, 1, 2)) -> Start:
+def start(tokens: int = 10, skip: int = 0, blocks: Sequence[int] = (3, 1, 2), memory: bytes = b"") -> Start:
     """Ten tokens in blocks of four: the third block is partly filled."""
     return Start(
         RequestId("r"),
@@ -41,14 +41,27 @@ def start(tokens: int = 10, skip: int = 0, blocks: Sequence[int] = (3, 1, 2)) ->
         GEOMETRY,
         arrival=1.0,
         skip_blocks=skip,
+        memory=memory,
     )
 
 
 def filled_store(block_bytes: int, blocks: int = 4) -> MemoryStore:
     store, noise = MemoryStore(blocks, block_bytes), random.Random(block_bytes)
     for block in range(1, blocks + 1):
-        store.write(block, 0, noise.randbytes(block_bytes))
+        put(store, block, noise.randbytes(block_bytes))
     return store
+
+
+def put(store: BlockStore, block: int, content: bytes) -> None:
+    """Write a whole block."""
+    with store.writing() as write:
+        for begin, end in pieces(store.block_bytes):
+            write(BlockId(block), begin, content[begin:end])
+
+
+def content(store: BlockStore, block: int) -> bytes:
+    """Read a whole block."""
+    return b"".join(map(bytes, store.read([(BlockId(block), *piece) for piece in pieces(store.block_bytes)])))
 
 
 class ScriptedJob:
@@ -89,7 +102,7 @@ class ScriptedJob:
 class ScriptedSource:
     """A `PrefillSource` whose jobs all begin with the same steps."""
 
-    def __init__(self, store: MemoryStore, *steps: int | Prefilled | Exception) -> None:
+    def __init__(self, store: BlockStore, *steps: int | Prefilled | Exception) -> None:
         self.store = store
         self.steps = steps
         self.refusal: Exception | None = None
@@ -113,15 +126,56 @@ class GatedStore(MemoryStore):
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
         super().__init__(blocks, block_bytes)
-        self.writing = threading.Event()
+        self.begun = threading.Event()
         self.gate = threading.Event()
         self.writes = 0
 
-    def write(self, block: int, offset: int, data: memoryview | bytes) -> None:
-        self.writing.set()
-        assert self.gate.wait(WAIT)
-        super().write(block, offset, data)
-        self.writes += 1
+    @contextmanager
+    def writing(self) -> Iterator[Write]:
+        with super().writing() as write:
+
+            def gated(block: BlockId, offset: int, data: memoryview | bytes) -> None:
+                self.begun.set()
+                assert self.gate.wait(WAIT)
+                write(block, offset, data)
+                self.writes += 1
+
+            yield gated
+
+
+class ReachingStore(MemoryStore):
+    """Reaches the stores it is told of; a copy tells that it has begun, and goes on when the gate opens."""
+
+    def __init__(self, blocks: int, block_bytes: int, **others: MemoryStore) -> None:
+        super().__init__(blocks, block_bytes)
+        self.others = {name.encode(): store for name, store in others.items()}
+        self.tried: list[bytes] = []
+        self.copies = 0
+        self.begun = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def reach(self, memory: bytes) -> Copy | str:
+        self.tried.append(memory)
+        if (other := self.others.get(memory)) is None:
+            return "no such store"
+
+        def copy(source: BlockId, block: BlockId) -> None:
+            self.begun.set()
+            assert self.gate.wait(WAIT)
+            self._write(block, 0, content(other, source))
+            self.copies += 1
+
+        return copy
+
+
+class SharedStore(MemoryStore):
+    """A prefill side that is reached as `theirs`, and never asked for a payload."""
+
+    memory = b"theirs"
+
+    def read(self, spans: object) -> Generator[memoryview]:
+        raise AssertionError("a payload was asked for")
 
 
 @contextmanager
@@ -158,7 +212,7 @@ def raw_serving(answer: Callable[[Start], Iterable[bytes]]) -> Iterator[str]:
 
 
 @contextmanager
-def client_of(store: MemoryStore, keepalive_s: float = 5.0) -> Iterator[PrefillClient]:
+def client_of(store: BlockStore, keepalive_s: float = 5.0) -> Iterator[PrefillClient]:
     client = PrefillClient(store, keepalive_s)
     try:
         yield client

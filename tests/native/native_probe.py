@@ -1,4 +1,4 @@
-"""A script for `test_native.py`, also in an emulator: which native build this CPU takes, why not a better one, and a
+"""A script for `test_older_cpus.py`, also in an emulator: which native build this CPU takes, why not a better one, and a
 digest of its float32 results. Its numbers come from integers: torch draws other random ones on other CPUs.
 """
 

@@ -1,0 +1,88 @@
+"""The memory of prefill replicas that one store copies blocks from: opened once for each, shared by all pulls from it.
+
+What is open keeps the memory of a replica that has died from coming back, to the one that starts in its place. So
+it is held while it is used and a little longer: opening takes its time, and may hold up the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .transfer import BlockStore, Copy
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 5.0
+MOST = 256  # replicas that are remembered; many more than ever live at once
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    memory: bytes
+    reached: Copy | str | None = None  # a str is why not, and is not tried again; None: not open
+    said: str = ""
+    users: int = 0
+    idle: threading.Timer | None = None
+
+
+class Regions:
+    def __init__(self, store: BlockStore, idle_s: float = IDLE_S) -> None:
+        self._store = store
+        self._idle_s = idle_s
+        self._regions: dict[str, _Region] = {}  # by address, the one last made is last
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, address: str, memory: bytes) -> Iterator[Copy | None]:
+        """Copies blocks of the replica at this address; None where they have to come through the host."""
+        with self._lock:
+            region = self._regions.get(address)
+            if region is None or region.memory != memory:  # another replica has got the address
+                self._forget(address)
+                region = self._regions[address] = _Region(memory)
+            if len(self._regions) > MOST:
+                self._forget(next(iter(self._regions)))
+            if region.reached is None:
+                region.reached = self._store.reach(memory) if memory else "it shares no memory"
+                _tell(address, region)
+            copy = None if isinstance(region.reached, str) else region.reached
+            region.users += 1
+            if region.idle is not None:
+                region.idle.cancel()
+                region.idle = None
+        try:
+            yield copy
+        finally:
+            with self._lock:
+                region.users -= 1
+                if not region.users and copy is not None and self._regions.get(address) is region:
+                    region.idle = threading.Timer(self._idle_s, self._let_go, (region,))
+                    region.idle.daemon = True
+                    region.idle.start()
+
+    def close(self) -> None:
+        """Lets go of all that no pull uses; the rest goes with the last of its users, as does what was replaced."""
+        with self._lock:
+            for address in list(self._regions):
+                self._forget(address)
+
+    def _forget(self, address: str) -> None:
+        region = self._regions.pop(address, None)
+        if region is not None and region.idle is not None:
+            region.idle.cancel()
+
+    def _let_go(self, region: _Region) -> None:
+        """Should it be used again just now, its user holds it, and the next one opens it anew."""
+        with self._lock:
+            region.reached = None
+
+
+def _tell(address: str, region: _Region) -> None:
+    way = f"through the host: {region.reached}" if isinstance(region.reached, str) else "on the device, by copies"
+    if way != region.said:
+        region.said = way
+        logger.info("blocks of the prefill replica at %s come %s", address, way)

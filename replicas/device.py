@@ -1,0 +1,187 @@
+"""What a replica computes on, as far as start-up and transfers see it: its memory, its events, and copies beside it.
+
+Knows nothing of models, blocks or leases. Kernels are launched by `torch` and find their device by themselves.
+
+    computing thread   launches steps; `mark` is an event behind all it has launched so far
+    other threads      wait for such an event, and only then launch a `copy`; so no copy stream ever waits for computing
+    other processes    reach memory that was `share`d, if they compute on the same GPU (`shared.py`)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from bifolio.protos.errors import ConfigError
+
+from . import shared
+
+DeviceName = Literal["cpu", "cuda"]
+
+
+class Event(Protocol):
+    """Something launched that will have happened."""
+
+    def wait(self) -> None:
+        """The calling thread sleeps until then. From any thread, any number of times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the device."""
+
+    total: int
+    free: int  # to all processes
+    reserved: int = 0  # by this process, for tensors
+    peak: int = 0  # the most reserved since `reset_peak`
+
+
+class Device(Protocol):
+    """A place to compute. Its methods may be called from any thread."""
+
+    @property
+    def kind(self) -> DeviceName:
+        """What is so called in the configuration. "cuda" has memory of its own, and computes after the call."""
+
+    @property
+    def torch(self) -> torch.device: ...
+
+    def pinned(self, size: int) -> Tensor:
+        """uint8 [size] on the host, which copies from and to the device reach directly."""
+
+    def mark(self) -> Event:
+        """Of everything that the calling thread has launched so far."""
+
+    def copy(self, into: Tensor, source: Tensor) -> Event:
+        """Launch a copy between the device and `pinned` memory, or within the device, beside the computing. Both must
+        stay as they are until the event."""
+
+    def share(self, tensor: Tensor) -> bytes | None:
+        """A handle by which `reach` finds this uint8 [rows, row_bytes]; None where it could not. Once for each tensor,
+        which must live as long as anyone may use the handle."""
+
+    def reach(self, handle: bytes) -> Tensor | str:
+        """What was shared: the same memory, which `copy` takes. Or why it cannot be reached from here: another host or
+        GPU, a process that has ended, bytes that are no handle. Any bytes may be tried."""
+
+    def memory(self) -> Memory: ...
+
+    def reset_peak(self) -> None:
+        """Give back what is reserved and not used; `Memory.peak` begins anew."""
+
+
+class HostDevice:
+    """The CPU: what is launched has happened already."""
+
+    kind: DeviceName = "cpu"
+    torch = torch.device("cpu")
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self) -> Event:
+        return _HAPPENED
+
+    def copy(self, into: Tensor, source: Tensor) -> Event:
+        into.copy_(source)
+        return _HAPPENED
+
+    def share(self, tensor: Tensor) -> bytes | None:
+        return None
+
+    def reach(self, handle: bytes) -> Tensor | str:
+        return "a host's memory is not shared"
+
+    def memory(self) -> Memory:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return Memory(page * os.sysconf("SC_PHYS_PAGES"), _available() or page * os.sysconf("SC_AVPHYS_PAGES"))
+
+    def reset_peak(self) -> None:
+        pass
+
+
+class CudaDevice:
+    """This process's one GPU: Ray shows a replica no other."""
+
+    kind: DeviceName = "cuda"
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch = torch_device
+        self._in, self._out = (torch.cuda.Stream(torch_device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._place = shared.place_of(torch_device)
+        self._lock = threading.Lock()  # a copy and its event are launched together
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Event:
+        return _CudaEvent(torch.cuda.current_stream(self.torch))
+
+    def copy(self, into: Tensor, source: Tensor) -> Event:
+        stream = self._in if into.device.type == "cuda" else self._out
+        with self._lock, torch.cuda.stream(stream):
+            into.copy_(source, non_blocking=True)
+            return _CudaEvent(stream)
+
+    def share(self, tensor: Tensor) -> bytes | None:
+        return shared.share(tensor, self._place)
+
+    def reach(self, handle: bytes) -> Tensor | str:
+        return shared.reach(handle, self.torch, self._place)
+
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info(self.torch)
+        reserved = torch.cuda.memory_reserved(self.torch)
+        return Memory(total, free, reserved, torch.cuda.max_memory_reserved(self.torch))
+
+    def reset_peak(self) -> None:
+        torch.cuda.synchronize(self.torch)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch)
+
+
+class _Happened:
+    def wait(self) -> None:
+        pass
+
+
+_HAPPENED = _Happened()
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # blocking: who waits sleeps, the cores belong to the loops
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def open_device(name: DeviceName) -> Device:
+    """Raises ConfigError where torch finds no such device."""
+    if name == "cpu":
+        return HostDevice()
+    if not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise ConfigError(
+            f"engine.device: cuda, but torch {torch.__version__}, which {built}, finds no GPU in this process; install "
+            "a torch for the driver (`nvidia-smi` shows it), or set engine.device: cpu"
+        )
+    return CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _available() -> int | None:
+    """Of the host: what can be had without swapping. None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None

@@ -1,0 +1,128 @@
+"""From a loaded model to a replica that can compute: the largest steps are tried, the KV cache takes the memory that
+they leave, and decode steps are recorded.
+
+    weights ─▶ the largest steps, on the null block alone ─▶ one recorded ─▶ what is left: the cache ─▶ all recorded
+
+Deciding how large the cache is, is `kv_memory.py`'s business. Knows nothing of leases or Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from bifolio.kernels import Layout, runs_triton
+
+from .block_stores import Blocks, HostBlocks, StagedBlocks
+from .config import EngineConfig
+from .device import Device
+from .graphs import CudaRecorder, DecodeGraphs, Recorder, RepeatingRecorder, graph_sizes
+from .kv_cache import KvCache
+from .kv_memory import BlockShape, Budget, Sizing, size_cache
+from .llama import Llama
+from .runner import Runner
+from .warm_up import largest_steps, warm_up
+
+logger = logging.getLogger(__name__)
+
+GRAPH = 16 << 20  # bytes of a recorded step that the driver holds beside torch's memory: a generous guess
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    sizing: Sizing  # how the cache came to its size
+    cache: KvCache
+    store: Blocks
+    runner: Runner
+    eager: Runner  # the same without recorded steps
+
+
+def prepare(
+    llama: Llama,
+    engine: EngineConfig,
+    layout: Layout,
+    device: Device,
+    *,
+    share: float = 1.0,
+    decodes: bool = True,
+) -> Prepared:
+    """share: of the device's memory that is this replica's; decodes: whether steps of single tokens come, to be
+    recorded.
+
+    On a GPU this takes seconds to a minute, and says in the log how far it is. Raises ConfigError for a cache that the
+    device cannot hold.
+    """
+    maker = _Maker(llama, engine, layout, device)
+    sizes = graph_sizes(engine.max_sequences) if decodes and engine.cuda_graphs and runs_triton(device.torch) else ()
+    shape = BlockShape.of(llama.config, engine.block_size, llama.dtype.itemsize)
+    sizing = size_cache(engine.kv_memory, shape, maker.budget(sizes, share), llama.config.max_positions)
+    for line in sizing.lines:
+        logger.info(line)
+    cache, store = maker.cache(sizing.blocks)
+    eager = Runner(llama, cache, store)
+    if not sizes:
+        return Prepared(sizing, cache, store, eager, eager)
+    began = time.monotonic()
+
+    def progress(done: int, total: int, size: int) -> None:
+        logger.info("decode step of %d recorded, %d of %d, %.1f s", size, done, total, time.monotonic() - began)
+
+    graphs = DecodeGraphs(llama, cache, sizes, maker.recorder(), progress)
+    return Prepared(sizing, cache, store, Runner(llama, cache, store, graphs), eager)
+
+
+class _Maker:
+    """What is made twice: on the null block alone to see what it takes, and then to be used."""
+
+    def __init__(self, llama: Llama, engine: EngineConfig, layout: Layout, device: Device) -> None:
+        self._llama, self._engine, self._layout, self._device = llama, engine, layout, device
+
+    def cache(self, blocks: int) -> tuple[KvCache, Blocks]:
+        c, device = self._llama.config, self._device
+        cache = KvCache(
+            blocks,
+            c.layers,
+            c.kv_heads,
+            self._engine.block_size,
+            c.head_dim,
+            self._llama.dtype,
+            self._layout,
+            device.torch,
+        )
+        return cache, HostBlocks(cache) if device.kind == "cpu" else StagedBlocks(cache, device)
+
+    def recorder(self) -> Recorder:
+        return RepeatingRecorder() if self._device.torch.type == "cpu" else CudaRecorder()
+
+    def budget(self, sizes: tuple[int, ...], share: float) -> Budget:
+        """What there is, and what of it is taken, now or in the largest step."""
+        device, engine = self._device, self._engine
+        if device.kind == "cpu":  # memory is given as it is first written: nothing to be tried
+            return Budget.of_host(device.memory())
+        device.reset_peak()
+        weights = device.memory().reserved
+        began = time.monotonic()
+        null, store = self.cache(0)
+        runner = Runner(self._llama, null, store)
+        c = self._llama.config
+        steps = largest_steps(engine.max_batched_tokens, engine.max_sequences, c.max_positions, engine.block_size)
+        warm_up(runner, steps)
+        activations = device.memory().peak - weights
+        logger.info("kernels warm, the largest steps computed: %.1f s", time.monotonic() - began)
+        graphs = self._recorded(null, sizes)
+        del runner, store, null
+        device.reset_peak()
+        memory = device.memory()
+        return Budget(memory.total, memory.free, memory.reserved, share, weights, activations, graphs)
+
+    def _recorded(self, null: KvCache, sizes: tuple[int, ...]) -> int:
+        """Bytes that recorded steps hold: the largest is tried, and those after it use its memory."""
+        if not sizes:
+            return 0
+        self._device.reset_peak()
+        before = self._device.memory().reserved
+        held = DecodeGraphs(self._llama, null, sizes[-1:], self.recorder(), lambda done, total, size: None)
+        taken = self._device.memory().reserved - before
+        del held
+        return taken + GRAPH * len(sizes)

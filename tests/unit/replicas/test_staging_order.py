@@ -1,0 +1,228 @@
+"""Steps, copies and buffers of `StagedBlocks` on a device that does everything late and out of order.
+
+Each test is there for a wait: without it, some seed brings wrong bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import pytest
+from staging_kit import Late, block_of, large_cache
+from transfer_kit import (
+    DONE,
+    WAIT,
+    ScriptedSource,
+    client_of,
+    content,
+    ids,
+    in_thread,
+    no_threads_left,
+    put,
+    serving,
+    start,
+)
+
+from bifolio.kv_manager.transfer import Outbox, Write
+from bifolio.kv_manager.wire import Malformed, unpack
+from bifolio.protos.errors import Revoked
+from bifolio.protos.messages import BlockId, Generation
+from bifolio.replicas.block_stores import StagedBlocks
+
+SEEDS = range(60)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with no_threads_left():
+        yield
+
+
+def whole(late: Late, *blocks: int) -> list[tuple[BlockId, int, int]]:
+    return [(BlockId(block), 0, late.cache.block_bytes) for block in blocks]
+
+
+def test_what_is_read_is_what_the_step_computed():
+    for seed in SEEDS:
+        late = Late(seed)
+        late.step(1, 2, 3)
+        new = late.step(2) + late.step(3, 1)
+        with closing(late.store.read(whole(late, 2, 3, 1))) as views:
+            assert [bytes(view) for view in views] == new
+        assert late.device.copies == 0
+
+
+def test_a_read_waits_for_no_step_but_the_last_of_its_block():
+    for seed in SEEDS:
+        late, done = Late(seed), []
+        (new,) = late.step(1)
+        late.device.launch(lambda done=done: done.append(True))
+        late.store.computed([2])
+        assert content(late.store, 1) == new
+        if not done:
+            return
+    raise AssertionError("the next step was always waited for")
+
+
+def test_a_write_comes_after_the_last_owners_step_and_before_the_next():
+    for seed in SEEDS:
+        late = Late(seed)
+        old = late.step(1, 2, 3, 4)
+        new = [bytes([i]) * late.cache.block_bytes for i in range(3)]
+        with late.store.writing() as write:
+            for block, data in zip((1, 2, 3), new, strict=True):
+                write(BlockId(block), 0, data)
+        assert late.device.copies == 0
+        assert late.seen(1, 2, 3, 4) == [*new, old[3]]
+
+
+def test_the_first_write_comes_after_what_made_the_cache():
+    for seed in SEEDS:
+        late = Late(seed)
+        late.device.launch(lambda late=late: late.cache.bytes.zero_())
+        store = StagedBlocks(late.cache, late.device)
+        put(store, 1, bytes([1]) * late.cache.block_bytes)
+        late.device.settle()
+        assert late.cache.bytes[1].eq(1).all()
+
+
+def test_data_may_go_when_a_write_returns():
+    for seed in SEEDS:
+        late = Late(seed)
+        with late.store.writing() as write:
+            for block in (1, 2, 3, 4, 5):
+                data = bytearray([block]) * late.cache.block_bytes
+                write(BlockId(block), 0, memoryview(data))
+                data[:] = bytes(len(data))
+        assert [set(block_of(late.cache, block)) for block in (1, 2, 3, 4, 5)] == [{1}, {2}, {3}, {4}, {5}]
+
+
+def test_a_cut_read_leaves_no_copy_behind_in_the_buffers():
+    for seed in SEEDS:
+        late = Late(seed)
+        old = late.step(1, 2, 3)
+        with closing(late.store.read(whole(late, 1, 2, 3))) as views:
+            assert bytes(next(views)) == old[0]
+        assert late.device.copies == 0
+        new = late.step(4, 5, 6)
+        with closing(late.store.read(whole(late, 4, 5, 6))) as views:
+            for view, expected in zip(views, new, strict=True):
+                late.device.settle()
+                assert bytes(view) == expected
+
+
+def test_a_failed_writing_leaves_no_copy_behind():
+    for seed in SEEDS:
+        late = Late(seed)
+        with pytest.raises(IndexError), late.store.writing() as write:  # noqa: PT012
+            write(BlockId(1), 0, b"here")
+            write(BlockId(0), 0, b"nowhere")
+        assert late.device.copies == 0
+        assert block_of(late.cache, 1)[:4] == b"here"
+
+
+def test_reads_and_writes_of_different_blocks_do_not_mix():
+    for seed in SEEDS:
+        late = Late(seed)
+        mine, others = late.step(1, 2, 3), late.step(4, 5, 6)
+        with late.store.writing() as write, closing(late.store.read(whole(late, 1, 2, 3))) as views:
+            for block, view, expected in zip((4, 5, 6), views, mine, strict=True):
+                write(BlockId(block), 0, bytes(reversed(others[block - 4])))
+                assert bytes(view) == expected
+        assert late.seen(4, 5, 6) == [bytes(reversed(other)) for other in others]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_transfer_between_two_late_devices(seed):
+    caches = [large_cache(), large_cache()] if seed % 4 == 0 else [None, None]
+    here, there = Late(seed, caches[0]), Late(seed + 100, caches[1])
+    there.step(1, 2, 3, 4)
+    here.step(1, 2, 3, 4)
+    source = ScriptedSource(there.store)
+    with serving(source, window=2) as address, client_of(here.store) as client:
+        result = in_thread(client.pull(address, start()), ids(2, 4, 1))
+        job, sent = source.next_job(), []
+        for step in (4, 8, DONE):  # told when launched
+            sent += there.step(start().blocks[len(sent)])
+            job.feed(step)
+        assert result.result(WAIT).payload_bytes == 3 * here.cache.block_bytes
+    assert here.seen(2, 4, 1) == sent
+    assert (here.device.copies, there.device.copies) == (0, 0)
+
+
+def test_transfers_at_once_do_not_mix():
+    here, there = Late(1), Late(2)
+    source = ScriptedSource(there.store)
+    with serving(source) as address, client_of(here.store) as client:
+        results, sent = [], []
+        here.step(*range(1, 7))
+        for i in (0, 3):
+            own = replace(start(blocks=(i + 1, i + 2, i + 3)), generation=Generation(1, i))
+            results.append(in_thread(client.pull(address, own), ids(6 - i, 5 - i, 4 - i)))
+            job = source.next_job()
+            sent += there.step(*own.blocks)
+            for step in (4, 8, DONE):
+                job.feed(step)
+        assert all(result.result(WAIT) for result in results)
+    assert here.seen(6, 5, 4, 3, 2, 1) == sent
+
+
+class Telling(StagedBlocks):
+    """Tells when it has been written to."""
+
+    def __init__(self, late: Late) -> None:
+        super().__init__(late.cache, late.device)
+        self.written = threading.Event()
+
+    @contextmanager
+    def writing(self) -> Iterator[Write]:
+        with super().writing() as write:
+
+            def telling(block: BlockId, offset: int, data: memoryview | bytes) -> None:
+                write(block, offset, data)
+                self.written.set()
+
+            yield telling
+
+
+@pytest.mark.parametrize("end", ["cancel", "error"])
+@pytest.mark.parametrize("seed", range(6))
+def test_after_a_pull_that_failed_nothing_lands_any_more(seed, end):
+    here, there = Late(seed), Late(seed + 100)
+    source, store = ScriptedSource(there.store), Telling(here)
+    there.step(*start().blocks)
+    with serving(source) as address, client_of(store) as client:
+        pull = client.pull(address, start())
+        result = in_thread(pull, ids(1, 2, 3))
+        job = source.next_job()
+        job.feed(5)
+        assert store.written.wait(WAIT)
+        if end == "cancel":
+            pull.cancel()
+        else:
+            job.feed(Revoked("taken back"))
+        with pytest.raises(Revoked):
+            result.result(WAIT)
+        assert here.device.copies == 0
+    new = here.step(1, 2, 3)
+    here.device.settle()
+    assert here.seen(1, 2, 3) == new
+
+
+def test_frames_that_nobody_takes_leave_no_copy_behind():
+    """The stream's lease is closed right after."""
+    for seed in SEEDS:
+        late = Late(seed)
+        (first, *_) = late.step(*start().blocks)
+        frames = Outbox(start(), late.store, iter(()), window=2).send(computed=10)
+        assert unpack(next(frames)).payload == first
+        frames.close()
+        assert late.device.copies == 0
+        late = Late(seed)
+        late.step(*start().blocks)
+        with pytest.raises(Malformed, match="awaits an ack"):
+            list(Outbox(start(), late.store, iter(()), window=2).send(computed=10))
+        assert late.device.copies == 0

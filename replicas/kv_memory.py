@@ -173,7 +173,7 @@ def size_cache(kv_memory: str, shape: BlockShape, budget: Budget, context: int) 
         blocks,
         (
             f"a block: {shape}",
-            formula,
+            *([formula] if budget.device == "cuda" else []),  # a CPU's cache is as large as it is told to be
             f"blocks: {counted}; {positions} positions, {positions / context:.1f} sequences of {context}",
         ),
     )

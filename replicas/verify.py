@@ -6,7 +6,8 @@ the same tokens, and compute as the engine does:
     chunks of n   the prompt in several steps
     batch         several sequences in common steps, each at another place: prompts beside answers
     resumed       prompt and half of the answer computed as one prompt, as after a preemption or a lost replica
-    split         the prompt on another replica, its KV blocks moved here by the Prefill stream
+    split         the prompt on another replica, its KV blocks moved here by the Prefill stream: as messages, and on a
+                  GPU once more by copies on the device
     graph         where decode steps are recorded: replayed ones against the same ones launched kernel by kernel
     float32       where a GPU or its kernels compute: the tokens through the CPU's float32 kernels (`verify_float32.py`)
 
@@ -29,7 +30,7 @@ from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import BlockId, Generation, Lease, ReplicaId, RequestId, Start
 
 from .batch import Row
-from .core import Core, ReplicaSpec, load_model
+from .core import Core, LoadedModel, ReplicaSpec, load_model
 from .differences import Logits, Way
 from .jobs import Jobs
 from .kv_memory import KvMemory, parse
@@ -89,8 +90,8 @@ class _Sequence:
 class Verifier:
     """Two replicas that share a model and a device, without Ray: one prefills, one does everything."""
 
-    def __init__(self, spec: ReplicaSpec) -> None:
-        """Raises ConfigError where a replica of `spec` would."""
+    def __init__(self, spec: ReplicaSpec, model: LoadedModel | None = None) -> None:
+        """Loads the model unless it is given. Raises ConfigError where a replica of `spec` would."""
         on_cpu = spec.engine.device == "cpu"
         self.interpreted = on_cpu and spec.engine.kernels == "triton"
         self.batch = INTERPRETED_BATCH if self.interpreted else BATCH  # sequences of the way of that name
@@ -102,7 +103,7 @@ class Verifier:
             if (spec.engine.context or 0) > CACHE:
                 changed["context"] = None  # then the cache is the limit
         spec = replace(spec, engine=spec.engine.model_copy(update=changed))
-        model = load_model(spec)
+        model = model or load_model(spec)
         self._decode = Core(spec, ReplicaId("decode"), "decode", model)
         self._prefill = Core(spec, ReplicaId("prefill"), "prefill", model)
         self._most_positions = model.llama.config.max_positions
@@ -114,6 +115,8 @@ class Verifier:
         self._server = PrefillServer(self._jobs, 1)
         self._address = f"127.0.0.1:{self._server.start()}"
         self._client = PrefillClient(self._decode.store)
+        handle = self._prefill.store.share()
+        self._shared = b"" if isinstance(self._decode.store.reach(handle), str) else handle
         self._leases = 0
 
     def __enter__(self) -> Verifier:
@@ -138,7 +141,8 @@ class Verifier:
     @property
     def ways_there(self) -> int:
         """How many `ways` yields."""
-        return len(CHUNKS) + 3 + self._graphs + (self.float32 is not None and not self.float32.missing)
+        optional = (bool(self._shared), self._graphs, self.float32 is not None and not self.float32.missing)
+        return len(CHUNKS) + 3 + sum(optional)
 
     def answer(self, prompt: Sequence[int], count: int) -> Answer:
         """The reference: `count` greedy tokens, computed alone, the prompt whole."""
@@ -152,7 +156,9 @@ class Verifier:
             yield self._alone(Way(f"in chunks of {chunk}"), answers, tick, chunk)
         yield self._batched(Way(f"in a batch of {self.batch}"), answers, tick)
         yield self._resumed(Way("resumed"), answers, tick)
-        yield self._split(Way("split"), answers, tick)
+        yield self._split(Way("split"), answers, tick, b"")
+        if self._shared:
+            yield self._split(Way("split, on the device"), answers, tick, self._shared)
         if self._graphs:
             yield self._replayed(Way("graph", "eager"), answers, tick)
         if self.float32 is not None and not self.float32.missing:
@@ -182,10 +188,10 @@ class Verifier:
             tick()
         return way
 
-    def _split(self, way: Way, answers: Sequence[Answer], tick: Tick) -> Way:
+    def _split(self, way: Way, answers: Sequence[Answer], tick: Tick, memory: bytes) -> Way:
         for a in answers:
             again = self._again(a, 1)
-            self._pull(again)
+            self._pull(again, memory)
             self._compare(way, [again], [a], tick)
         return way
 
@@ -249,8 +255,8 @@ class Verifier:
             if row.want_logits:
                 sequence.take(next(left))
 
-    def _pull(self, sequence: _Sequence) -> None:
-        """Have the prompt prefilled by the other replica, and its blocks moved."""
+    def _pull(self, sequence: _Sequence, memory: bytes) -> None:
+        """Have the prompt prefilled by the other replica, and its blocks moved: from its `memory`, or as messages."""
         self._leases += 1
         count = -(-len(sequence.prompt) // self._decode.cache.block_size)
         blocks = tuple(BlockId(block) for block in range(1, count + 1))
@@ -262,6 +268,7 @@ class Verifier:
             sequence.prompt,
             self._decode.geometry,
             arrival=0.0,
+            memory=memory,
         )
         commit = self._client.pull(self._address, start).run([BlockId(block) for block in sequence.blocks[:count]])
         sequence.computed = len(sequence.prompt)

@@ -1,5 +1,5 @@
-"""A script for `test_older_cpus.py`, also in an emulator: which native build this CPU takes, why not a better one, and a
-digest of its float32 results. Its numbers come from integers: torch draws other random ones on other CPUs.
+"""A script for `test_older_cpus.py`, also in an emulator: which native build this CPU takes, why not a better one, and
+a digest of its float32 results. Its numbers come from integers: torch draws other random ones on other CPUs.
 """
 
 from __future__ import annotations

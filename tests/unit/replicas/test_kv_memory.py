@@ -121,7 +121,7 @@ def test_a_gpus_cache_by_hand(asked: str, room: str, blocks: int, counted: str, 
 def test_tokens_are_whole_blocks_beside_the_null_block() -> None:
     sizing = size_cache("16400 tokens", SHAPE, HALF, 8192)
     assert sizing.blocks == 256
-    assert sizing.lines[2] == (
+    assert sizing.lines[-1] == (
         "blocks: 16400 tokens / 64 = 256, rounded down, and the null block; 16384 positions, 2.0 sequences of 8192"
     )
 
@@ -147,8 +147,8 @@ def test_the_usual_overhead_is_taken_off_the_share() -> None:
 def test_a_cpus_cache_by_hand(asked: str, blocks: int, says: str) -> None:
     sizing = size_cache(asked, SHAPE, HOST, 8192)
     assert sizing.blocks == blocks
-    assert sizing.lines[1] == "room: 4.000 GiB of 16.000 GiB are available"
-    assert sizing.lines[2].startswith(says)
+    assert len(sizing.lines) == 2
+    assert sizing.lines[-1].startswith(says)
 
 
 def test_this_machine_has_room() -> None:
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
 def test_the_context_that_would_fit_does() -> None:
     with pytest.raises(ConfigError, match=r"set engine\.context to 1107456 or less"):
         size_cache("auto", SHAPE, HALF, 10**7)
-    assert size_cache("auto", SHAPE, HALF, 1107456).lines[2].endswith("1.0 sequences of 1107456")
+    assert size_cache("auto", SHAPE, HALF, 1107456).lines[-1].endswith("1.0 sequences of 1107456")
 
 
 @given(

@@ -219,7 +219,7 @@ def silu_mul(gate_up: Tensor, *, exact: bool = False) -> Tensor:
 def sample(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniforms: Tensor
 ) -> Tensor:
-    """Choose one token per row: int64 [B].
+    """Choose one token per row: int64 [B], on the CPU wherever the logits are.
 
     logits float32 [B, V]; temperature, top_p, min_p float [B]; top_k integer [B]; uniforms float64 [B] in [0, 1)
 

@@ -183,9 +183,9 @@ def sample(
 ) -> Tensor:
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    # one copy to the device, for callers hold them on the host
+    # one copy to the device, for callers hold them on the host; the only wait is for the ids
     settings = torch.stack([column.double() for column in (temperature, top_p, top_k, min_p, uniforms)], dim=1)
-    settings = settings.to(logits.device)
+    settings = settings.to(logits.device, non_blocking=True)
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         block = min(BLOCK, triton.next_power_of_2(vocabulary))
@@ -193,6 +193,7 @@ def sample(
             _sample[(rows,)](
                 ids, logits, settings, vocabulary, logits.stride(0), BLOCK=block, PIVOTS=PIVOTS, num_warps=WARPS
             )
-    if bool((ids < 0).any()):
+    chosen = ids.cpu()
+    if bool((chosen < 0).any()):
         raise ValueError("logits: a row that holds NaN or +inf, or nothing but -inf; allowed is none of these")
-    return ids
+    return chosen

@@ -1,7 +1,8 @@
 """The memory of prefill replicas that one store copies blocks from: opened once for each, shared by all pulls from it.
 
 What is open keeps the memory of a replica that has died from coming back, to the one that starts in its place. So
-it is held while it is used and a little longer: opening takes its time, and may hold up the device.
+it is held while it is used and a minute longer: opening takes its time, may hold up the device, and costs an event that
+torch does not give back; closing waits for the device, and so is done outside of the lock.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .transfer import BlockStore, Copy
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 5.0
+IDLE_S = 60.0
 MOST = 256  # replicas that are remembered; many more than ever live at once
 
 
@@ -39,13 +40,14 @@ class Regions:
     @contextmanager
     def use(self, address: str, memory: bytes) -> Iterator[Copy | None]:
         """Copies blocks of the replica at this address; None where they have to come through the host."""
+        forgotten: list[Copy | str | None] = []
         with self._lock:
             region = self._regions.get(address)
             if region is None or region.memory != memory:  # another replica has got the address
-                self._forget(address)
+                forgotten += self._forget(address)
                 region = self._regions[address] = _Region(memory)
             if len(self._regions) > MOST:
-                self._forget(next(iter(self._regions)))
+                forgotten += self._forget(next(iter(self._regions)))
             if region.reached is None:
                 region.reached = self._store.reach(memory) if memory else "it shares no memory"
                 _tell(address, region)
@@ -54,6 +56,7 @@ class Regions:
             if region.idle is not None:
                 region.idle.cancel()
                 region.idle = None
+        del forgotten  # closes it, unless a pull uses it
         try:
             yield copy
         finally:
@@ -67,18 +70,24 @@ class Regions:
     def close(self) -> None:
         """Lets go of all that no pull uses; the rest goes with the last of its users, as does what was replaced."""
         with self._lock:
-            for address in list(self._regions):
-                self._forget(address)
+            forgotten = [self._forget(address) for address in list(self._regions)]
+        del forgotten  # closes what no pull uses
 
-    def _forget(self, address: str) -> None:
+    def _forget(self, address: str) -> list[Copy | str | None]:
+        """What the region of this address had reached: for the caller to drop when it has left the lock."""
         region = self._regions.pop(address, None)
-        if region is not None and region.idle is not None:
+        if region is None:
+            return []
+        if region.idle is not None:
             region.idle.cancel()
+        reached, region.reached = region.reached, None  # its timer may hold the region a little longer
+        return [reached]
 
     def _let_go(self, region: _Region) -> None:
         """Should it be used again just now, its user holds it, and the next one opens it anew."""
         with self._lock:
-            region.reached = None
+            reached, region.reached = region.reached, None
+        del reached  # closes it, unless a pull uses it
 
 
 def _tell(address: str, region: _Region) -> None:

@@ -65,8 +65,9 @@ class BlockStore(Protocol):
     def read(self, spans: Sequence[Span]) -> Generator[memoryview]:
         """The bytes of each span in turn: one-dimensional, contiguous, format B.
 
-        A view holds until the next is asked for, or the generator is closed. It may read ahead: so ask only for what is
-        complete. Close it, under the lease that it reads from: then it touches neither blocks nor buffers any more.
+        A view holds until the next is asked for, or the generator is closed. It waits for what was launched to compute
+        them, and may read ahead: so ask only for what has been launched. Close it, under the lease that it reads from:
+        then it touches neither blocks nor buffers any more.
         """
 
     def writing(self) -> AbstractContextManager[Write]:
@@ -104,7 +105,8 @@ class PrefillJob(Protocol):
     ) -> None: ...
 
     def progress(self) -> Iterable[int | Prefilled]:
-        """Blocks; after each chunk, how many leading tokens have their K and V complete; `Prefilled` last."""
+        """Blocks; after each chunk, of how many leading tokens the computing of K and V has been launched: they are
+        complete for who reads or settles them; `Prefilled` last."""
 
     def cancel(self) -> None:
         """Makes `progress` raise Revoked at once. From any thread, at any time, also after the job's end."""
@@ -234,7 +236,7 @@ class Outbox:
         self._bytes = 0
 
     def send(self, computed: int) -> Iterator[bytes]:
-        """The frames of the blocks that became complete, now that `computed` leading tokens are."""
+        """The frames of the blocks that became full, now that `computed` leading tokens are computed, or launched."""
         start = self._start
         all_computed = computed >= len(start.tokens)
         end = block_count(start) if all_computed else computed // start.geometry.block_size

@@ -28,7 +28,7 @@ from typing import Protocol
 from bifolio.kv_manager.transfer import BlockStore, Copy, Span, Write
 from bifolio.kv_manager.wire import MAX_PAYLOAD
 
-from .device import Device, Event
+from .device import HAPPENED, Device, Event
 from .kv_cache import KvCache
 
 
@@ -39,11 +39,12 @@ class Blocks(BlockStore, Protocol):
     MAX_PAYLOAD of them; `read` raises before its first view.
     """
 
-    def share(self) -> bytes:
+    def export(self) -> bytes:
         """From now on `memory` is a handle for others on this machine, if there can be one; what it is."""
 
-    def computed(self, blocks: Iterable[int]) -> None:
+    def computed(self, blocks: Iterable[int]) -> Event:
         """The steps that the calling thread has launched so far write these blocks, whether they are complete or not.
+        Gives the mark behind them.
 
         To be called by the one thread that computes, after the launch (also one that failed: part of it may be under
         way) and before anyone hears of it.
@@ -71,7 +72,7 @@ class HostBlocks:
     def writing(self) -> Iterator[Write]:
         yield self._write
 
-    def share(self) -> bytes:
+    def export(self) -> bytes:
         return self.memory
 
     def reach(self, memory: bytes) -> Copy | str:
@@ -80,8 +81,8 @@ class HostBlocks:
     def settle(self, blocks: Iterable[int]) -> None:
         pass
 
-    def computed(self, blocks: Iterable[int]) -> None:
-        pass
+    def computed(self, blocks: Iterable[int]) -> Event:
+        return HAPPENED
 
     def _write(self, block: int, offset: int, data: memoryview | bytes) -> None:
         source = memoryview(data).cast("B")
@@ -138,9 +139,9 @@ class StagedBlocks:
 
             yield write
 
-    def share(self) -> bytes:
+    def export(self) -> bytes:
         with self._lock:
-            self.memory = self.memory or self._device.share(self._cache.bytes) or b""
+            self.memory = self.memory or self._device.export(self._cache.bytes) or b""
         return self.memory
 
     def reach(self, memory: bytes) -> Copy | str:
@@ -164,10 +165,11 @@ class StagedBlocks:
             _check(self._cache, (block, 0, 0))
             self._marks[block].wait()
 
-    def computed(self, blocks: Iterable[int]) -> None:
+    def computed(self, blocks: Iterable[int]) -> Event:
         mark = self._device.mark()
         for block in blocks:
             self._marks[block] = mark
+        return mark
 
     @contextmanager
     def _two_buffers(self) -> Iterator[list[_Buffer]]:

@@ -66,7 +66,7 @@ class EngineConfig(FrozenConfig):
         default="auto",
         json_schema_extra={"type": ["string", "number"], "x-allowed": FORMS},
         description="What the KV cache of one replica takes: bytes (12 GiB), tokens (16384 tokens), on GPUs also a "
-        "fraction of what weights and steps leave; auto is what they leave on a GPU but for a reserve, and 16384 "
+        "fraction of what weights and steps leave; auto is what they leave on a GPU but for a spare 3%, and 16384 "
         "tokens on a CPU.",
     )
     context: int | None = Field(

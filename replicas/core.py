@@ -157,6 +157,6 @@ class Core:
             address,
             os.getpid(),
             self._spec.engine.max_sequences,
-            self.store.share() if address else b"",
+            self.store.export() if address else b"",
             self._cache_lines,
         )

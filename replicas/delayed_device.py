@@ -8,7 +8,7 @@ under load. Here what is launched happens by chance: some of it at each later ca
              it moves what is then there, and `pinned` memory is full of POISON until something arrives
 
 What has been launched and nobody waits for does not happen by itself, as if the device were slow without end. Memory
-that was shared is reached from any such device in the process, as if all were one GPU.
+that was exported is reached from any such device in the process, as if all were one GPU.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class DelayedDevice:
     def __init__(self, seed: int, memory: Memory = ROOMY) -> None:
         """`memory` is what `memory()` says, until something else is set."""
         self.says = memory
+        self.most: int | None = None  # what `limit` was told
         self._random = random.Random(seed)
         self._haste = self._random.choice((0.0, 0.3, 0.6))  # how readily something happens unasked
         self._lock = threading.RLock()
@@ -79,8 +80,8 @@ class DelayedDevice:
             self._let_happen()
             return copy
 
-    def share(self, tensor: Tensor) -> bytes | None:
-        return shared.share(tensor)
+    def export(self, tensor: Tensor) -> bytes | None:
+        return shared.export(tensor)
 
     def reach(self, handle: bytes) -> Tensor | str:
         return shared.reach(handle, self.torch)
@@ -90,6 +91,9 @@ class DelayedDevice:
 
     def reset_peak(self) -> None:
         pass
+
+    def limit(self, most: int) -> None:
+        self.most = most
 
     def wait_for(self, launched: _Launched) -> None:
         """Let things happen until this one has."""

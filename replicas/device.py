@@ -4,7 +4,7 @@ Knows nothing of models, blocks or leases. Kernels are launched by `torch` and f
 
     computing thread   launches steps; `mark` is an event behind all it has launched so far
     other threads      wait for such an event, and only then launch a `copy`; so no copy stream ever waits for computing
-    other processes    reach memory that was `share`d, if they compute on the same GPU (`shared.py`)
+    other processes    reach memory that was `export`ed, if they compute on the same GPU (`shared.py`)
 """
 
 from __future__ import annotations
@@ -62,18 +62,21 @@ class Device(Protocol):
         """Launch a copy between the device and `pinned` memory, or within the device, beside the computing. Both must
         stay as they are until the event."""
 
-    def share(self, tensor: Tensor) -> bytes | None:
+    def export(self, tensor: Tensor) -> bytes | None:
         """A handle by which `reach` finds this uint8 [rows, row_bytes]; None where it could not. Once for each tensor,
         which must live as long as anyone may use the handle."""
 
     def reach(self, handle: bytes) -> Tensor | str:
-        """What was shared: the same memory, which `copy` takes. Or why it cannot be reached from here: another host or
-        GPU, a process that has ended, bytes that are no handle. Any bytes may be tried."""
+        """What was exported: the same memory, which `copy` takes. Or why it cannot be reached from here: another host
+        or GPU, a process that has ended, bytes that are no handle. Any bytes may be tried."""
 
     def memory(self) -> Memory: ...
 
     def reset_peak(self) -> None:
         """Give back what is reserved and not used; `Memory.peak` begins anew."""
+
+    def limit(self, most: int) -> None:
+        """Reserve no more bytes than that from now on, whatever is free: the rest is a neighbour's."""
 
 
 class HostDevice:
@@ -86,13 +89,13 @@ class HostDevice:
         return torch.empty(size, dtype=torch.uint8)
 
     def mark(self) -> Event:
-        return _HAPPENED
+        return HAPPENED
 
     def copy(self, into: Tensor, source: Tensor) -> Event:
         into.copy_(source)
-        return _HAPPENED
+        return HAPPENED
 
-    def share(self, tensor: Tensor) -> bytes | None:
+    def export(self, tensor: Tensor) -> bytes | None:
         return None
 
     def reach(self, handle: bytes) -> Tensor | str:
@@ -103,6 +106,9 @@ class HostDevice:
         return Memory(page * os.sysconf("SC_PHYS_PAGES"), _available() or page * os.sysconf("SC_AVPHYS_PAGES"))
 
     def reset_peak(self) -> None:
+        pass
+
+    def limit(self, most: int) -> None:
         pass
 
 
@@ -129,8 +135,8 @@ class CudaDevice:
             into.copy_(source, non_blocking=True)
             return _CudaEvent(stream)
 
-    def share(self, tensor: Tensor) -> bytes | None:
-        return shared.share(tensor, self._place)
+    def export(self, tensor: Tensor) -> bytes | None:
+        return shared.export(tensor, self._place)
 
     def reach(self, handle: bytes) -> Tensor | str:
         return shared.reach(handle, self.torch, self._place)
@@ -145,13 +151,17 @@ class CudaDevice:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch)
 
+    def limit(self, most: int) -> None:
+        total = torch.cuda.get_device_properties(self.torch).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(most, 1) / total), self.torch)
+
 
 class _Happened:
     def wait(self) -> None:
         pass
 
 
-_HAPPENED = _Happened()
+HAPPENED: Event = _Happened()
 
 
 class _CudaEvent:

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -37,6 +38,7 @@ class Engine:
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner = runner
         self.scheduler = scheduler
+        self.broken = False  # the device computes nothing more for this process: there is no next step
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def submit(self, command: Command) -> None:
@@ -58,21 +60,30 @@ class Engine:
         return events
 
     def _parts(self, step: Step) -> Iterator[list[Event]]:
-        """The events of a step; if it raises, of each of its sequences alone, so that only the faulty one fails."""
-        try:
-            outcome = self._compute(step)
-        except Exception as error:
-            alone = [Step((chunk,)) for chunk in step.chunks] + [Step(handed=(s,)) for s in step.handed]
-            if len(alone) > 1:
-                for single in alone:
-                    yield from self._parts(single)
-                return
-            logger.exception("an engine step failed")
-            (sequence,) = [*(c.sequence for c in step.chunks), *step.handed]
-            closed = self.scheduler.close(sequence.generation, "failed", repr(error))
-            yield [closed] if closed else []
-        else:
+        """The events of a step; if it raises, of each of its sequences alone, so that only the faulty one fails. After
+        an error that ends all work of the device every one fails, and the engine is broken."""
+        outcome = self._tried(step)
+        if isinstance(outcome, Outcome):
             yield self.scheduler.record(step, outcome, time.monotonic())
+            return
+        alone = [Step((chunk,)) for chunk in step.chunks] + [Step(handed=(s,)) for s in step.handed]
+        self.broken = self.broken or not self.runner.works()
+        if len(alone) > 1 and not self.broken:
+            for single in alone:
+                yield from self._parts(single)
+            return
+        for sequence in [*(c.sequence for c in step.chunks), *step.handed]:
+            closed = self.scheduler.close(sequence.generation, "failed", outcome)
+            yield [closed] if closed else []
+
+    def _tried(self, step: Step) -> Outcome | str:
+        """What computing it brought, or its error in words: the error itself would keep the step's tensors, and what is
+        tried next may need their memory."""
+        try:
+            return self._compute(step)
+        except Exception as error:
+            logger.error("an engine step failed\n%s", traceback.format_exc())  # words here too: handlers may keep it
+            return repr(error)
 
     def _obey(self) -> list[Closed]:
         closed = []
@@ -111,8 +122,10 @@ class Engine:
     def _logits(self, step: Step) -> tuple[torch.Tensor, dict[Generation, list[TokenLogprobs]]]:
         """A row for each sequence that has one coming, those with chunks first; and the prompt's logprobs."""
         rows = [_row(chunk) for chunk in step.chunks]
-        handed = [torch.from_numpy(np.frombuffer(s.logits or b"", np.float32).copy())[None] for s in step.handed]
-        parts = [row.to(self.runner.device) for row in handed]
+        parts: list[torch.Tensor] = []
+        if step.handed:  # one copy
+            handed = np.frombuffer(bytearray().join(s.logits or b"" for s in step.handed), np.float32)
+            parts.append(torch.from_numpy(handed.reshape(len(step.handed), -1)).to(self.runner.device))
         scores: dict[Generation, list[TokenLogprobs]] = {}
         if rows:
             output = self.runner.compute(rows)
@@ -162,7 +175,7 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._stopping:
+            while not (self._stopping or self._engine.broken):
                 if self._engine.idle:
                     self._wake.wait()
                 self._wake.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -55,7 +56,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = _recording_stream()
 
     def record(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         current = torch.cuda.current_stream()
@@ -74,6 +75,12 @@ class CudaRecorder:
             return result
 
         return replay
+
+
+@cache
+def _recording_stream() -> torch.cuda.Stream:
+    """One for all recorders: cuBLAS keeps tens of megabytes for each stream that it has worked on."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 class RepeatingRecorder:

@@ -46,11 +46,6 @@ class KvCache:
         self.bytes: Tensor = tensor.view(blocks + 1, -1).view(torch.uint8)  # the same memory [blocks + 1, block_bytes]
         self.block_bytes: int = self.bytes.shape[1]
 
-    @staticmethod
-    def bytes_per_block(layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
-        """`block_bytes` of such a cache, to work out how many blocks fit in a budget."""
-        return layers * 2 * kv_heads * block_size * head_dim * dtype.itemsize
-
     def layer(self, index: int) -> Tensor:
         """View [blocks + 1, 2, kv_heads, block_size, head_dim] of one layer: K at [:, 0], V at [:, 1]."""
         return self._layers[index]

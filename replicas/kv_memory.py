@@ -3,7 +3,7 @@
 Pure, and without torch: bytes come in measured, blocks go out with the formula that a person can check.
 
     |<------------------------------- total x share ------------------------------>|
-    | overhead | weights | activations | graphs | reserve | blocks, the null block first |
+    | overhead | weights | activations | graphs | spare | blocks, the null block first |
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAST_TOKENS, MOST_TOKENS = 256, 2**31
 # The context of a process, cuBLAS and loaded kernels: no allocator of ours counts them. 0.4 to 0.6 GiB are usual for
 # torch on A100 and H100; what a replica has measured of them by its start is only a part, the rest is loaded on use.
 CUDA_OVERHEAD = 640 << 20
-RESERVE = 0.03  # of the replica's share, kept free by `auto`: for fragments, and steps that take a little more
+SPARE = 0.03  # of the replica's share, kept free by `auto`: for fragments, and steps that take a little more
 
 _UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -118,7 +118,7 @@ class Budget:
 
     total: int  # of the device
     free: int  # to all processes, now
-    held: int = 0  # by this process for tensors, now: it is not free, and ours
+    ours: int = 0  # this process has it for tensors, now: it is not free
     share: float = 1.0  # of the device that is this replica's: `num_gpus`
     weights: int = 0
     activations: int = 0  # the most that a step takes
@@ -147,7 +147,7 @@ def size_cache(kv_memory: str, shape: BlockShape, budget: Budget, context: int) 
     """
     asked = parse(kv_memory)
     _refuse_fraction(asked, budget.device)
-    room, formula = _room(budget, reserved=asked == KvMemory())
+    room, formula = _room(budget, spare=asked == KvMemory())
     if known := _known_blocks(asked, budget.device, shape):
         blocks, counted = known
         need = asked.bytes or (blocks + 1) * shape.bytes
@@ -235,21 +235,21 @@ def _known_blocks(asked: KvMemory, device: str, shape: BlockShape) -> tuple[int,
     return blocks, f"{tokens} tokens / {shape.block_size} = {blocks}, rounded down, and the null block"
 
 
-def _room(budget: Budget, *, reserved: bool) -> tuple[int, str]:
+def _room(budget: Budget, *, spare: bool) -> tuple[int, str]:
     """Bytes that the cache may take, and how they come about. What is free is free of our overhead already."""
     if budget.device == "cpu":
         return budget.free, f"room: {size(budget.free)} of {size(budget.total)} are available"
-    ours = math.floor(budget.total * budget.share) - budget.overhead
-    there = budget.free + budget.held
+    allowed = math.floor(budget.total * budget.share) - budget.overhead
+    there = budget.free + budget.ours
     takes = {"weights": budget.weights, "activations": budget.activations, "graphs": budget.graphs}
-    if reserved:
-        takes["reserve"] = math.floor(budget.total * budget.share * RESERVE)
-    room = min(ours, there) - sum(takes.values())
+    if spare:
+        takes["spare"] = math.floor(budget.total * budget.share * SPARE)
+    room = min(allowed, there) - sum(takes.values())
 
     def terms() -> Iterator[str]:
         yield (
             f"room: min({size(budget.total)} x {budget.share:g} - {size(budget.overhead)} overhead, "
-            f"{size(budget.free)} free + {size(budget.held)} held)"
+            f"{size(budget.free)} free + {size(budget.ours)} ours)"
         )
         yield from (f"{size(count)} {name}" for name, count in takes.items() if count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,13 @@ from bifolio.protos.messages import TokenLogprobs
 
 from .batch import HostBatch, Row, host_batch
 from .block_stores import Blocks
+from .device import Event
 from .graphs import DecodeGraphs
 from .kv_cache import KvCache
 from .llama import Llama
 from .logprobs import token_logprobs
 
+IN_FLIGHT = 2  # steps launched on a device and not done: one is computed, one is ready to follow
 SCORED_AT_ONCE = 64  # rows of logits that are held together: each has the size of the vocabulary
 
 
@@ -39,6 +42,7 @@ class Runner:
         self.cache = cache
         self._store = store
         self._graphs = graphs
+        self._launched: deque[Event] = deque(maxlen=IN_FLIGHT)
 
     def run(self, rows: Sequence[Row]) -> Tensor:
         """The logits of `compute`, for who scores nothing."""
@@ -47,12 +51,26 @@ class Runner:
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> Output:
         """One step: writes K and V of the rows' positions into the cache. It is launched then, and on a GPU perhaps
-        not done."""
+        not done; but the host is never far ahead: who comes next would wait for all that was launched."""
         batch = host_batch(rows, self.cache.block_size)
+        if len(self._launched) == IN_FLIGHT:
+            self._launched[0].wait()
         try:
             return self._replayed(batch) or self._eager(batch)
         finally:  # part of a step that failed may be under way
-            self._store.computed(np.unique(batch.slots // self.cache.block_size).tolist())
+            mark = self._store.computed(np.unique(batch.slots // self.cache.block_size).tolist())
+            self._launched.append(mark)
+
+    def works(self) -> bool:
+        """Whether the device goes on after a step that failed. An illegal access is the last thing that a process does
+        on a GPU, and may show only now."""
+        if self.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
 
     def _replayed(self, host: HostBatch) -> Output | None:
         logits = None if self._graphs is None else self._graphs.logits(host)

@@ -8,7 +8,8 @@ replica: no two sequences of a cell ever share one.
                 ▼                                      ▼
          Closed("aborted" | "failed")        Closed("aborted" | "preempted" | "failed")
 
-After `Closed` the engine touches none of the sequence's blocks again.
+After `Closed` the engine launches nothing that touches the sequence's blocks. On a CPU nothing does then; on a GPU what
+was launched before may still run: whoever copies to or from the blocks next waits for their marks (`block_stores.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ Command = Add | Abort
 # From the engine
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A chunk is done: K and V of the first `tokens` positions are complete and will not change."""
+    """A chunk has been launched, on a CPU it is done: K and V of the first `tokens` positions are complete once the
+    marks of their blocks have happened, and will not change from then on."""
 
     generation: Generation
     tokens: int
@@ -97,7 +99,7 @@ class Sequence:
     prompt_length: int
     sampling: Sampling | None
     added: float
-    computed: int = 0  # positions whose K and V are in the blocks
+    computed: int = 0  # positions whose K and V are in the blocks, or will be by steps that were launched
     logits: bytes | None = None
     prompt_logprobs: int | None = None
     scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt, until they leave with an event

@@ -8,8 +8,9 @@ Knows nothing of blocks or replicas. A handle is JSON: who makes one up is told 
 no secret from the machine's user, and lets its holder write: hand it only to replicas.
 
 NEVER RUN: the calls of CUDA IPC, which take two processes on a GPU. They are those that torch.multiprocessing makes.
-torch keeps memory that was shared until all have let go of it, and what nobody opened until the process ends. Freeing
-what is mapped elsewhere is undefined: so a replica that leaves ends its streams first. With the allocator's
+torch keeps exported memory beyond its tensor until a mapping of it is closed for the first time, or to the end of the
+process: its counter begins at 1 for a handle and loses 1 at each closing, so from then on it knows of no mapping.
+Freeing what is mapped elsewhere is undefined: so a replica that leaves ends its streams first. With the allocator's
 `expandable_segments:True`, handles are of another kind (file descriptors, or a fabric's), which has not always worked:
 then no other process reaches the memory.
 """
@@ -31,9 +32,10 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the host; not its name: those repeat
 _OF_CUDA_MALLOC = b"c"  # the second byte of torch's handles says which kind of memory it is
 
-_here: WeakValueDictionary[str, Tensor] = WeakValueDictionary()  # shared by this process, by key
+_here: WeakValueDictionary[str, Tensor] = WeakValueDictionary()  # exported by this process, by key
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +50,23 @@ class _Handle:
 
 
 def place_of(gpu: torch.device) -> str:
-    """The same for two processes exactly if they compute on one GPU."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()  # not a name: those repeat
+    """The same for two processes exactly if they compute on one GPU; "" where that cannot be told."""
+    try:
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError as error:
+        logger.warning("other processes do not reach the GPU memory of this one: %s", error)
+        return ""
     return f"{boot} {torch.cuda.get_device_properties(gpu).uuid}"
 
 
-def share(tensor: Tensor, place: str = "") -> bytes:
+def export(tensor: Tensor, place: str = "") -> bytes:
     """A handle of a contiguous uint8 [rows, row_bytes], good as long as the tensor lives.
 
     With a place, for other processes there too. Once for each tensor: torch counts every handle as one holder.
     """
     assert (tensor.dtype, tensor.dim()) == (torch.uint8, 2)
     assert tensor.is_contiguous()
-    ipc = _export(tensor) if place else ()
+    ipc = _ipc(tensor) if place else ()
     key = secrets.token_hex(16)
     _here[key] = tensor
     packed = [b64encode(part).decode() if isinstance(part, bytes) else part for part in ipc]
@@ -86,7 +92,7 @@ def reach(handle: bytes, device: torch.device, place: str = "") -> Tensor | str:
         return f"its memory cannot be opened: {str(error).splitlines()[0]}"
 
 
-def _export(tensor: Tensor) -> tuple[Any, ...]:
+def _ipc(tensor: Tensor) -> tuple[Any, ...]:
     try:
         _, handle, *rest = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:

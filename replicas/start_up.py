@@ -1,7 +1,8 @@
 """From a loaded model to a replica that can compute: the largest steps are tried, the KV cache takes the memory that
 they leave, and decode steps are recorded.
 
-    weights ─▶ the largest steps, on the null block alone ─▶ one recorded ─▶ what is left: the cache ─▶ all recorded
+    weights ─▶ the largest steps, on the null block alone ─▶ one recorded   what they take
+        ─▶ the cache, of what is left ─▶ all recorded ─▶ the largest steps once more, beside all that
 
 Deciding how large the cache is, is `kv_memory.py`'s business. Knows nothing of leases or Ray.
 """
@@ -9,17 +10,21 @@ Deciding how large the cache is, is `kv_memory.py`'s business. Knows nothing of 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 
+import torch
+
 from bifolio.kernels import Layout, runs_triton
+from bifolio.protos.errors import ConfigError
 
 from .block_stores import Blocks, HostBlocks, StagedBlocks
 from .config import EngineConfig
 from .device import Device
 from .graphs import CudaRecorder, DecodeGraphs, Recorder, RepeatingRecorder, graph_sizes
 from .kv_cache import KvCache
-from .kv_memory import BlockShape, Budget, Sizing, size_cache
+from .kv_memory import CUDA_OVERHEAD, BlockShape, Budget, Sizing, size_cache
 from .llama import Llama
 from .runner import Runner
 from .warm_up import largest_steps, warm_up
@@ -56,20 +61,25 @@ def prepare(
     maker = _Maker(llama, engine, layout, device)
     sizes = graph_sizes(engine.max_sequences) if decodes and engine.cuda_graphs and runs_triton(device.torch) else ()
     shape = BlockShape.of(llama.config, engine.block_size, llama.dtype.itemsize)
-    sizing = size_cache(engine.kv_memory, shape, maker.budget(sizes, share), llama.config.max_positions)
-    for line in sizing.lines:
-        logger.info(line)
-    cache, store = maker.cache(sizing.blocks)
-    eager = Runner(llama, cache, store)
-    if not sizes:
-        return Prepared(sizing, cache, store, eager, eager)
-    began = time.monotonic()
-
-    def progress(done: int, total: int, size: int) -> None:
-        logger.info("decode step of %d recorded, %d of %d, %.1f s", size, done, total, time.monotonic() - began)
-
-    graphs = DecodeGraphs(llama, cache, sizes, maker.recorder(), progress)
-    return Prepared(sizing, cache, store, Runner(llama, cache, store, graphs), eager)
+    lines: tuple[str, ...] = ("not even the largest steps fit beside the weights",)
+    try:
+        if device.kind == "cuda" and share < 1:
+            device.limit(math.floor(device.memory().total * share) - CUDA_OVERHEAD)
+        sizing = size_cache(engine.kv_memory, shape, maker.budget(sizes, share), llama.config.max_positions)
+        for line in (lines := sizing.lines):
+            logger.info(line)
+        cache, store = maker.cache(sizing.blocks)
+        eager = Runner(llama, cache, store)
+        runner = Runner(llama, cache, store, maker.graphs(cache, sizes)) if sizes else eager
+        if device.kind == "cuda":
+            maker.rehearse(eager)  # what was worked out is tried, before the replica says that it is there
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the memory of {device.torch} is used up while the replica starts: {'; '.join(lines)}; set "
+            "engine.kv_memory, max_batched_tokens or max_sequences to less, or give its pool more of a GPU (num_gpus): "
+            + str(error).splitlines()[0]
+        ) from error
+    return Prepared(sizing, cache, store, runner, eager)
 
 
 class _Maker:
@@ -92,26 +102,34 @@ class _Maker:
         )
         return cache, HostBlocks(cache) if device.kind == "cpu" else StagedBlocks(cache, device)
 
-    def recorder(self) -> Recorder:
-        return RepeatingRecorder() if self._device.torch.type == "cpu" else CudaRecorder()
+    def graphs(self, cache: KvCache, sizes: tuple[int, ...]) -> DecodeGraphs:
+        began = time.monotonic()
+
+        def progress(done: int, total: int, size: int) -> None:
+            logger.info("decode step of %d recorded, %d of %d, %.1f s", size, done, total, time.monotonic() - began)
+
+        return DecodeGraphs(self._llama, cache, sizes, self._recorder(), progress)
+
+    def rehearse(self, runner: Runner) -> None:
+        """The largest steps, on the null block, which is zeros again afterwards."""
+        began, engine = time.monotonic(), self._engine
+        positions = self._llama.config.max_positions
+        warm_up(runner, largest_steps(engine.max_batched_tokens, engine.max_sequences, positions, engine.block_size))
+        runner.cache.bytes[0].zero_()
+        logger.info("the largest steps computed in %.1f s", time.monotonic() - began)
 
     def budget(self, sizes: tuple[int, ...], share: float) -> Budget:
         """What there is, and what of it is taken, now or in the largest step."""
-        device, engine = self._device, self._engine
+        device = self._device
         if device.kind == "cpu":  # memory is given as it is first written: nothing to be tried
             return Budget.of_host(device.memory())
         device.reset_peak()
         weights = device.memory().reserved
-        began = time.monotonic()
         null, store = self.cache(0)
-        runner = Runner(self._llama, null, store)
-        c = self._llama.config
-        steps = largest_steps(engine.max_batched_tokens, engine.max_sequences, c.max_positions, engine.block_size)
-        warm_up(runner, steps)
+        self.rehearse(Runner(self._llama, null, store))
         activations = device.memory().peak - weights
-        logger.info("kernels warm, the largest steps computed: %.1f s", time.monotonic() - began)
         graphs = self._recorded(null, sizes)
-        del runner, store, null
+        del store, null
         device.reset_peak()
         memory = device.memory()
         return Budget(memory.total, memory.free, memory.reserved, share, weights, activations, graphs)
@@ -122,7 +140,10 @@ class _Maker:
             return 0
         self._device.reset_peak()
         before = self._device.memory().reserved
-        held = DecodeGraphs(self._llama, null, sizes[-1:], self.recorder(), lambda done, total, size: None)
+        held = DecodeGraphs(self._llama, null, sizes[-1:], self._recorder())
         taken = self._device.memory().reserved - before
         del held
         return taken + GRAPH * len(sizes)
+
+    def _recorder(self) -> Recorder:
+        return RepeatingRecorder() if self._device.torch.type == "cpu" else CudaRecorder()

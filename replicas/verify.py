@@ -115,7 +115,7 @@ class Verifier:
         self._server = PrefillServer(self._jobs, 1)
         self._address = f"127.0.0.1:{self._server.start()}"
         self._client = PrefillClient(self._decode.store)
-        handle = self._prefill.store.share()
+        handle = self._prefill.store.export()
         self._shared = b"" if isinstance(self._decode.store.reach(handle), str) else handle
         self._leases = 0
 

@@ -44,6 +44,7 @@ def warm_up(runner: Runner, steps: Sequence[Sequence[Row]]) -> None:
     """Compute them, and sample from what comes: a row greedily, the others not. SPOILS the null block."""
     for rows in steps:
         logits = runner.run(rows)
+        torch.cat([logits, logits])  # as many again may come from other replicas, to be sampled with these
         temperature = torch.ones(len(logits), dtype=torch.float64)
         temperature[0] = 0
         half = torch.full_like(temperature, 0.5)

@@ -84,6 +84,38 @@ def test_it_is_let_go_of_when_nobody_uses_it_and_opened_again(
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize("way", ["idle", "replaced", "pushed out", "closed"])
+def test_the_lock_is_free_while_it_is_closed(store: ReachingStore, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing may wait for the device: pulls from others go on meanwhile."""
+    monkeypatch.setattr(regions, "MOST", 1)
+    them, used, closed = Regions(store, idle_s=0 if way == "idle" else LONG), threading.Event(), threading.Event()
+
+    def use_another() -> None:
+        with them.use("p:3", b""):
+            used.set()
+
+    def closing() -> None:
+        other = threading.Thread(target=use_another, daemon=True)
+        other.start()
+        used.wait(WAIT)
+        closed.set()
+
+    with them.use("p:1", b"a") as copy:
+        weakref.finalize(copy, closing)
+        del copy
+    if way == "replaced":
+        with them.use("p:1", b"b"):
+            pass
+    elif way == "pushed out":
+        with them.use("p:2", b"b"):
+            pass
+    elif way == "closed":
+        them.close()
+    assert closed.wait(2 * WAIT)
+    assert used.is_set()
+    them.close()
+
+
 def test_it_is_held_for_a_while(store: ReachingStore) -> None:
     them = Regions(store, idle_s=LONG)
     for _ in range(3):

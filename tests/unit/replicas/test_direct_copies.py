@@ -28,7 +28,7 @@ def _threads() -> Iterator[None]:
 
 
 def reached(here: Late, there: Late) -> Copy:
-    copy = here.store.reach(there.store.share())
+    copy = here.store.reach(there.store.export())
     assert not isinstance(copy, str), copy
     return copy
 
@@ -38,7 +38,7 @@ def test_a_block_is_complete_when_the_word_is_sent():
         late = Late(seed)
         old = late.step(*start().blocks)
         new = late.step(*start().blocks)
-        words = Outbox(start(memory=late.store.share()), late.store, iter(()), window=9).send(computed=10)
+        words = Outbox(start(memory=late.store.export()), late.store, iter(()), window=9).send(computed=10)
         for position, word in enumerate(words):
             assert unpack(word) == Complete(start().generation, position, position)
             assert block_of(late.cache, start().blocks[position]) == new[position] != old[position]
@@ -77,7 +77,7 @@ def test_a_transfer_between_two_caches_of_one_device(seed):
     there.step(1, 2, 3, 4)
     here.step(1, 2, 3, 4)
     here.store.writing = there.store.read = None  # nobody calls them
-    source, memory = ScriptedSource(there.store), there.store.share()
+    source, memory = ScriptedSource(there.store), there.store.export()
     with serving(source, window=1 + seed % 2) as address, client_of(here.store) as client:
         result = in_thread(client.pull(address, start(memory=memory)), ids(2, 4, 1))
         job, sent = source.next_job(), []
@@ -118,7 +118,7 @@ def test_after_a_pull_that_failed_nothing_is_copied_any_more(seed, end):
     there.step(*start().blocks)
     server = PrefillServer(source, max_streams=1)
     with client_of(store) as client:
-        pull = client.pull(f"127.0.0.1:{server.start()}", start(memory=there.store.share()))
+        pull = client.pull(f"127.0.0.1:{server.start()}", start(memory=there.store.export()))
         result = in_thread(pull, ids(1, 2, 3))
         job = source.next_job()
         job.feed(5)
@@ -143,14 +143,14 @@ def test_after_a_pull_that_failed_nothing_is_copied_any_more(seed, end):
 def test_a_handle_is_made_once_and_only_when_asked_for():
     store = Late(0).store
     assert store.memory == b""
-    assert store.share() == store.share() == store.memory != b""
+    assert store.export() == store.export() == store.memory != b""
 
 
 def test_blocks_of_another_size_or_of_a_host_are_not_reached():
     here, there, host = Late(0), Late(1, large_cache()), HostBlocks(small_cache())
-    assert "bytes" in here.store.reach(there.store.share())
-    assert host.share() == b""
-    assert "host" in host.reach(there.store.share())
+    assert "bytes" in here.store.reach(there.store.export())
+    assert host.export() == b""
+    assert "host" in host.reach(there.store.export())
 
 
 def test_blocks_that_do_not_exist_are_refused():

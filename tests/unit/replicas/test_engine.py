@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,14 @@ class Runner:
 
     def __init__(self) -> None:
         self.fail = False
+        self.sound = True
+        self.tried = 0
+
+    def works(self) -> bool:
+        return self.sound
 
     def compute(self, rows: list[Row]) -> Output:
+        self.tried += 1
         if self.fail:
             raise RuntimeError("out of luck")
         batch = build_batch(rows, 16)
@@ -126,6 +133,46 @@ def test_only_the_faulty_sequence_of_a_step_fails():
         2: "failed",
         3: "finished",
     }
+
+
+def test_after_the_last_error_of_a_device_every_sequence_fails_once_and_the_thread_ends():
+    """So that the replica's health says it, and it is replaced."""
+    it, runner = engine()
+    runner.fail, runner.sound = True, False
+    for counter in (1, 2, 3):
+        it.submit(add(counter, (3, 4), most=1))
+    delivered: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+    thread = EngineThread(it, delivered.put)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    closed = delivered.get(timeout=10)
+    assert [(e.generation.counter, e.reason) for e in closed if isinstance(e, Closed)] == [
+        (n, "failed") for n in (1, 2, 3)
+    ]
+    assert runner.tried == 1
+    thread.submit(add(4, (3, 4), most=1))
+    (late,) = delivered.get(timeout=10)
+    assert isinstance(late, Closed)
+
+
+def test_what_is_tried_again_does_not_keep_the_memory_of_what_failed():
+    it, runner = engine()
+    kept: list[weakref.ref[torch.Tensor]] = []
+    compute = runner.compute
+
+    def greedy(rows: list[Row]) -> Output:
+        if len(rows) > 1:
+            large = torch.zeros(8)
+            kept.append(weakref.ref(large))
+            raise RuntimeError("out of memory")
+        assert kept[0]() is None
+        return compute(rows)
+
+    runner.compute = greedy  # type: ignore[method-assign]
+    for counter in (1, 2):
+        it.submit(add(counter, (3, 4), most=1))
+    assert [e.token for e in it.step() if isinstance(e, Sampled)] == [5, 5]
 
 
 def test_a_step_that_is_repeated_records_nothing_twice():

@@ -126,7 +126,7 @@ def test_memory_of_a_replica_that_is_not_there_any_more_ends_the_attempt_as_resu
     async def gone() -> None:
         async with pair(glassllm_dir, on=DelayedDevice(4), **SMALL) as it:
             request = it.request(PROMPT, **GREEDY)
-            placement = replace(await it.place(request), prefill_memory=it.decode.store.share())
+            placement = replace(await it.place(request), prefill_memory=it.decode.store.export())
             (delta,) = [d async for d in it.streams.generate(placement, request)]
             assert delta.resumable[::2] == ("StalePlacement", None)
             it.ledger.revoke(request.id, time.monotonic())

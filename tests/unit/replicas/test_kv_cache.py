@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bifolio.replicas.kv_cache import KvCache
+from bifolio.replicas.kv_memory import BlockShape
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -26,7 +27,7 @@ def test_a_layer_is_a_view_of_every_block(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_block_is_bytes_with_all_its_layers(dtype: torch.dtype) -> None:
     source, target = cache(dtype), cache(dtype)
-    assert source.block_bytes == KvCache.bytes_per_block(2, 2, 8, 32, dtype)
+    assert source.block_bytes == BlockShape(2, 2, 8, 32, dtype.itemsize).bytes
     assert source.bytes.shape == (4, source.block_bytes)
     assert source.bytes.dtype == torch.uint8
     for i in range(2):

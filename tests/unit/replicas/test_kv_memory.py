@@ -92,7 +92,7 @@ def test_sizes_are_told_in_a_unit_that_suits_them(count: int, text: str) -> None
     assert size(count) == text
 
 
-ROOM = "room: min(80.000 GiB x 0.5 - 1.000 GiB overhead, 60.000 GiB free + 2.000 GiB held) - 2.000 GiB weights"
+ROOM = "room: min(80.000 GiB x 0.5 - 1.000 GiB overhead, 60.000 GiB free + 2.000 GiB ours) - 2.000 GiB weights"
 TAKES = f"{ROOM} - 1.500 GiB activations - 512.00 MiB graphs"
 
 
@@ -100,7 +100,7 @@ TAKES = f"{ROOM} - 1.500 GiB activations - 512.00 MiB graphs"
     ("asked", "room", "blocks", "counted", "holds"),
     [
         # 3% of 40 GiB are kept: 35 - 1.2 = 33.8 GiB, and 33.8 x 512 = 17305.6 blocks
-        ("auto", " - 1.200 GiB reserve = 33.800 GiB", 17304, "36292473652 bytes / 2097152 - 1", "1107456, 135.2"),
+        ("auto", " - 1.200 GiB spare = 33.800 GiB", 17304, "36292473652 bytes / 2097152 - 1", "1107456, 135.2"),
         ("1.0", " = 35.000 GiB", 17919, "37580963840 bytes x 1.0 / 2097152 - 1", "1146816, 140.0"),
         ("0.5", " = 35.000 GiB", 8959, "37580963840 bytes x 0.5 / 2097152 - 1", "573376, 70.0"),
         ("12 GiB", " = 35.000 GiB", 6143, "12884901888 bytes / 2097152 - 1", "393152, 48.0"),
@@ -244,7 +244,7 @@ def test_the_context_that_would_fit_does() -> None:
 def test_a_cache_never_exceeds_its_room_and_one_block_more_would(asked: str, shape: BlockShape, budget: Budget) -> None:
     wanted = parse(asked)
     taken = budget.weights + budget.activations + budget.graphs
-    there = min(budget.total * budget.share - budget.overhead, budget.free + budget.held) - taken
+    there = min(budget.total * budget.share - budget.overhead, budget.free + budget.ours) - taken
     try:
         blocks = size_cache(asked, shape, budget, 1).blocks
     except ConfigError:

@@ -36,9 +36,19 @@ class Cache:
 class Store:
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
+        self.waited: list[int] = []
 
-    def computed(self, blocks: list[int]) -> None:
+    def computed(self, blocks: list[int]) -> Mark:
         self.steps.append(blocks)
+        return Mark(self.waited, len(self.steps))
+
+
+class Mark:
+    def __init__(self, waited: list[int], step: int) -> None:
+        self._waited, self._step = waited, step
+
+    def wait(self) -> None:
+        self._waited.append(self._step)
 
 
 def runner(model: object, store: Store | None = None) -> Runner:
@@ -81,3 +91,13 @@ def test_it_hears_so_of_a_step_that_fails_too() -> None:
     with pytest.raises(ZeroDivisionError):
         runner(model, store).run([Row([1], 0, [3])])
     assert store.steps == [[3]]
+
+
+def test_the_host_is_never_more_than_two_steps_ahead() -> None:
+    store = Store()
+    it = runner(Model(), store)
+    waited = []
+    for position in range(5):
+        it.run([Row([1], position, [3])])
+        waited.append(list(store.waited))
+    assert waited == [[], [], [1], [1, 2], [1, 2, 3]]

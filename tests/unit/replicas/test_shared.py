@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,21 +30,21 @@ def of_another_process(handle: bytes, **changed: object) -> bytes:
 
 def test_in_one_process_it_is_the_tensor_itself() -> None:
     one, other = memory(), memory()
-    handles = [shared.share(tensor) for tensor in (one, other)]
+    handles = [shared.export(tensor) for tensor in (one, other)]
     assert shared.reach(handles[0], CPU) is one
     assert shared.reach(handles[1], CPU) is other
 
 
 def test_a_handle_is_no_longer_than_its_tensor() -> None:
     tensor = memory()
-    handle = shared.share(tensor)
+    handle = shared.export(tensor)
     del tensor
     assert shared.reach(handle, CPU) == "its memory is of another process, and not shared with any"
 
 
 def test_of_another_process_or_device_it_is_not_reached() -> None:
     tensor = memory()
-    handle = shared.share(tensor)
+    handle = shared.export(tensor)
     assert "another process" in str(shared.reach(of_another_process(handle), CPU))
     assert shared.reach(handle, torch.device("cuda", 0)) == "it is on cpu, this replica on cuda:0"
     assert shared.reach(of_another_process(handle, place="boot-1 GPU-2"), CPU, PLACE) == "it is on another GPU"
@@ -52,7 +53,7 @@ def test_of_another_process_or_device_it_is_not_reached() -> None:
 
 @pytest.mark.parametrize("ipc", [[], [1], ["!"], ["AmM=", 24, 0, "", 0, "", False], [[{}]]])
 def test_what_cannot_be_opened_is_not_reached(ipc: object) -> None:
-    handle = of_another_process(shared.share(memory()), place=PLACE, ipc=ipc)
+    handle = of_another_process(shared.export(memory()), place=PLACE, ipc=ipc)
     assert isinstance(shared.reach(handle, CPU, PLACE), str)
 
 
@@ -82,9 +83,9 @@ def test_bytes_that_are_no_handle_are_not_reached(handle: bytes) -> None:
 
 
 def test_a_host_shares_nothing_and_reaches_nothing() -> None:
-    assert HostDevice().share(memory()) is None
+    assert HostDevice().export(memory()) is None
     tensor = memory()
-    assert isinstance(HostDevice().reach(shared.share(tensor)), str)
+    assert isinstance(HostDevice().reach(shared.export(tensor)), str)
 
 
 class FakeIpc:
@@ -111,7 +112,7 @@ class FakeIpc:
 def test_another_process_is_given_what_torch_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     ipc, whole = FakeIpc(monkeypatch), memory(4)
     tensor = whole[1:]  # not at the beginning of its storage
-    found = shared.reach(of_another_process(shared.share(tensor, PLACE)), CPU, PLACE)
+    found = shared.reach(of_another_process(shared.export(tensor, PLACE)), CPU, PLACE)
     assert ipc.opened == [(None, *ipc.parts)]  # the device's index comes from the one who opens
     assert isinstance(found, torch.Tensor)
     assert (found.data_ptr(), found.shape, found.is_contiguous()) == (tensor.data_ptr(), tensor.shape, True)
@@ -121,7 +122,7 @@ def test_another_process_is_given_what_torch_gave(monkeypatch: pytest.MonkeyPatc
 def test_no_more_is_reached_than_there_is(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, int]) -> None:
     FakeIpc(monkeypatch)
     tensor = memory(4)[1:]
-    handle = of_another_process(shared.share(tensor, PLACE), **wrong)
+    handle = of_another_process(shared.export(tensor, PLACE), **wrong)
     assert "cannot be opened" in str(shared.reach(handle, CPU, PLACE))
 
 
@@ -131,7 +132,7 @@ def test_expandable_segments_are_shared_with_this_process_alone(
     monkeypatch.setattr(FakeIpc, "parts", (b"\x02e" + bytes(64), *FakeIpc.parts[1:]))
     FakeIpc(monkeypatch)
     tensor = memory()
-    handle = shared.share(tensor, PLACE)
+    handle = shared.export(tensor, PLACE)
     assert "expandable segments" in caplog.text
     assert shared.reach(handle, CPU, PLACE) is tensor
     assert "not shared with any" in str(shared.reach(of_another_process(handle), CPU, PLACE))
@@ -139,9 +140,21 @@ def test_expandable_segments_are_shared_with_this_process_alone(
 
 def test_a_driver_that_shares_nothing_stops_no_replica(caplog: pytest.LogCaptureFixture) -> None:
     tensor = memory()  # not of CUDA: torch refuses
-    handle = shared.share(tensor, PLACE)
+    handle = shared.export(tensor, PLACE)
     assert "does not share" in caplog.text
     assert shared.reach(handle, CPU, PLACE) is tensor
+
+
+def test_a_host_that_cannot_be_told_from_others_is_no_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared, "_BOOT_ID", tmp_path / "boot_id")
+    place, tensor = shared.place_of(torch.device("cuda", 0)), memory()
+    assert place == ""
+    assert "boot_id" in caplog.text
+    handle = shared.export(tensor, place)
+    assert shared.reach(handle, CPU, place) is tensor
+    assert "not shared with any" in str(shared.reach(of_another_process(handle), CPU, place))
 
 
 OTHER = """
@@ -162,7 +175,7 @@ print(own.cpu().numpy().tobytes().hex())
 def test_another_process_on_the_gpu_copies_the_same_bytes() -> None:
     device = open_device("cuda")
     tensor = memory(5)[1:].to(device.torch)
-    handle = device.share(tensor)
+    handle = device.export(tensor)
     assert handle is not None
     assert device.reach(handle) is tensor
     other = [sys.executable, "-c", OTHER]

@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from split import pair
 
 from bifolio.kernels import using
 from bifolio.kv_manager.config import KvConfig
 from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import ReplicaId
+from bifolio.replicas import start_up
 from bifolio.replicas.config import EngineConfig
 from bifolio.replicas.core import Core, ReplicaSpec, load_model
 from bifolio.replicas.delayed_device import DelayedDevice
 from bifolio.replicas.device import Memory
+from bifolio.replicas.kv_memory import CUDA_OVERHEAD
+from bifolio.replicas.runner import Runner
 from bifolio.replicas.warm_up import largest_steps
 
 GIB = 1 << 30
@@ -47,11 +51,12 @@ class Measured(DelayedDevice):
         return self.asked.pop(0)
 
 
-def core(model: Path, device: DelayedDevice, role: Any = "decode", **engine: Any) -> Core:
+def core(model: Path, device: DelayedDevice, role: Any = "decode", num_gpus: float = 1.0, **engine: Any) -> Core:
     """As `Core` does on a GPU, where the model is loaded on one."""
     spec = ReplicaSpec(model, "float32", None, EngineConfig(device="cpu"), KvConfig(), ("none", "none"))
     loaded = replace(load_model(spec), device=device)
-    return Core(replace(spec, engine=EngineConfig(device="cuda", **SMALL, **engine)), ReplicaId("one"), role, loaded)
+    spec = replace(spec, engine=EngineConfig(device="cuda", **SMALL, **engine), num_gpus=num_gpus)
+    return Core(spec, ReplicaId("one"), role, loaded)
 
 
 def test_the_largest_steps_are_large_in_every_way() -> None:
@@ -80,7 +85,7 @@ def test_the_cache_takes_what_weights_and_the_largest_step_leave(
     assert made.cache.blocks == int(4 * GIB * 0.001) // block - 1
     assert device.asked == []
     assert [line for line in caplog.messages if "8.000 GiB" in line], caplog.messages
-    assert not made.cache.bytes[0].any(), "the null block that was tried on is another"
+    assert not made.cache.bytes[0].any(), "the null block is zeros again"
 
 
 def test_too_little_memory_is_refused_with_the_arithmetic(glassllm_dir: Path) -> None:
@@ -88,6 +93,34 @@ def test_too_little_memory_is_refused_with_the_arithmetic(glassllm_dir: Path) ->
     device.asked[1] = Memory(8 * GIB, GIB, 7 * GIB, 7 * GIB)
     with pytest.raises(ConfigError, match=r"2\.000 GiB weights.*5\.000 GiB activations"):
         core(glassllm_dir, device)
+
+
+def test_memory_that_ends_while_the_replica_starts_is_refused_with_the_arithmetic(
+    glassllm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time: beside the cache, on which the largest steps are tried once more."""
+    tried = []
+
+    def rehearse(runner: Runner, steps: object) -> None:
+        tried.append(runner.cache.blocks)
+        if len(tried) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it.")
+
+    monkeypatch.setattr(start_up, "warm_up", rehearse)
+    with pytest.raises(
+        ConfigError, match=r"^[^\n]*room: .*2\.000 GiB weights[^\n]*num_gpus.*Tried to allocate 2\.00 GiB\.$"
+    ):
+        core(glassllm_dir, Measured(), kv_memory="0.001")
+    assert tried[0] == 0
+    assert tried[1] > 0
+
+
+def test_a_replica_that_has_a_part_of_a_gpu_leaves_the_rest_alone(glassllm_dir: Path) -> None:
+    whole, half = DelayedDevice(1), DelayedDevice(1)
+    core(glassllm_dir, whole, kv_memory="2048 tokens")
+    half.says = Memory(4 * GIB, 4 * GIB)
+    core(glassllm_dir, half, num_gpus=0.5, kv_memory="2048 tokens")
+    assert (whole.most, half.most) == (None, 2 * GIB - CUDA_OVERHEAD)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,6 +14,7 @@ leave.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -94,7 +95,7 @@ class Scheduler:
         self.sequences[add.generation] = Sequence(
             add.generation,
             list(add.tokens),
-            list(add.blocks),
+            array("i", add.blocks),
             add.arrival,
             add.prompt_length,
             add.sampling,

@@ -14,6 +14,7 @@ was launched before may still run: whoever copies to or from the blocks next wai
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
@@ -94,7 +95,7 @@ class Sequence:
 
     generation: Generation
     tokens: list[int]
-    blocks: list[BlockId]
+    blocks: array[int]  # as 32-bit numbers: a long list would take longer to become a tensor than a step
     arrival: float
     prompt_length: int
     sampling: Sampling | None

@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument(
         "--dtype",
-        help="float32 (default on CPUs) is verified in exact mode; of others, and on GPUs, the flips are counted",
+        help="float32 (default; of GPUs and triton bfloat16) is verified in exact mode; of others flips are counted",
     )
     _add_computing(verify)
     verify.add_argument("--exact", action="store_true", default=None, help="also of other dtypes a flip is a failure")
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_computing(command: argparse.ArgumentParser) -> None:
     command.add_argument("--quantization", metavar="int8", help="int8 weights (default: as the dtype says)")
-    command.add_argument("--device", help="auto (default: a GPU if there is one), cuda, or cpu")
+    command.add_argument("--device", help="auto (default: a GPU if there is one that can what is asked), cuda, or cpu")
     command.add_argument("--kv-memory", metavar="M", help="a replica's KV cache: 12GiB, '16384 tokens', 0.5, auto")
     command.add_argument("--kernels", help="auto (default), avx512, avx2, generic, triton, or torch")
     command.add_argument("--threads", type=int, metavar="N", help="CPU threads of a replica (default: 1)")
@@ -166,8 +166,10 @@ def _verify(args: argparse.Namespace) -> int:
 
     given = _given(args)
     config = load(args.config, given)
-    gpus = config.engine.device == "cuda" or config.engine.kernels == "triton"  # which promise no bits
-    if args.dtype in (None, "float32") and args.quantization is None and not gpus:
+    model, engine = config.model, config.engine
+    gpus = engine.device == "cuda" or engine.kernels == "triton"  # which promise no bits
+    plain = model.dtype in (None, "float32") and model.quantization is None
+    if plain and not gpus and "exact" not in engine.model_fields_set:
         config = load(args.config, given | {"engine.exact": True})
     from .verify import verify
 

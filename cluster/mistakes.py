@@ -86,6 +86,8 @@ def _describe(kind: dict[str, Any]) -> str:
         return str(kind["x-allowed"])
     if "enum" in kind:
         return "one of " + ", ".join(map(str, kind["enum"]))
+    if "const" in kind:
+        return str(kind["const"])
     if kind.get("type") == "null":
         return "null"
     limits = [f"{words} {kind[bound]}" for bound, words in _BOUNDS.items() if bound in kind]

@@ -17,8 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from bifolio.protos.errors import Unavailable
-from bifolio.replicas.kv_memory import ITEMSIZES, context_of
+from bifolio.protos.errors import ConfigError, Unavailable
+from bifolio.replicas.host_memory import host_memory
+from bifolio.replicas.kv_memory import ITEMSIZES, check_host, context_of
 from bifolio.replicas.model_files import check_model, model_config
 
 from .app import APPLICATION, MANAGER, SERVICER, build
@@ -104,8 +105,7 @@ def _start(config: ClusterConfig, model: Path, say: Say) -> None:
     try:
         nodes = _nodes()
         config = on_devices(config, nodes)
-        assert config.model.dtype is not None, "the configuration is resolved"
-        context_of(model_config(model), config.engine, ITEMSIZES[config.model.dtype])  # refused here, not by replicas
+        _check(config, model)
         say(describe(config, nodes))
         start(MANAGER, APPLICATION, config.kv)
         serve.start(
@@ -120,6 +120,20 @@ def _start(config: ClusterConfig, model: Path, say: Say) -> None:
             say(line)
     except (RayError, RuntimeError) as error:
         raise Unavailable(f"the cluster did not start: {error}") from error
+
+
+def _check(config: ClusterConfig, model: Path) -> None:
+    """Refuse here, now that the device is known, what replicas would refuse."""
+    assert config.model.dtype is not None, "the configuration is resolved"
+    shape, engine, itemsize = model_config(model), config.engine, ITEMSIZES[config.model.dtype]
+    context_of(shape, engine, itemsize)
+    if engine.device == "cpu":
+        check_host(shape, engine, itemsize, sum(config.pools.wanted.values()), host_memory())
+        if engine.kernels == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(
+                "engine.kernels: triton: there is no GPU; allowed with one, or with TRITON_INTERPRET=1 in the "
+                "environment, which is for tests: it is many times slower"
+            )
 
 
 def _caches(replicas: list[dict[str, Any]]) -> Iterator[str]:

@@ -110,7 +110,9 @@ class EngineConfig(FrozenConfig):
     @classmethod
     def _cache_tokens_has_another_name(cls, given: Any) -> Any:
         if isinstance(given, dict) and "cache_tokens" in given:
-            raise ValueError(f"cache_tokens is now kv_memory; write `kv_memory: {given['cache_tokens']!s:.20} tokens`")
+            before = given["cache_tokens"]
+            now = f"{before} tokens" if type(before) is int and before >= 256 else "16384 tokens"
+            raise ValueError(f"cache_tokens is now kv_memory; write `kv_memory: {now}` in its place")
         return given
 
     @model_validator(mode="before")
@@ -131,6 +133,11 @@ class EngineConfig(FrozenConfig):
             raise ValueError("exact with device cuda; allowed with exact: device auto or cpu")
         if self.device == "cuda" and self.kernels in CPU_KERNELS:
             raise ValueError(f"kernels {self.kernels} with device cuda; allowed on GPUs: auto, triton and torch")
+        tokens = parse(self.kv_memory).tokens
+        if self.context is not None and tokens is not None and self.context > tokens:
+            raise ValueError(
+                f"context is {self.context}, and kv_memory {self.kv_memory}; lower the one or raise the other"
+            )
         if self.device == "cpu" and parse(self.kv_memory).fraction is not None:
             raise ValueError(f"kv_memory is {self.kv_memory} with device cpu; allowed on CPUs: {CPU_FORMS}")
         return self
@@ -163,12 +170,12 @@ class PoolConfig(FrozenConfig):
     )
     accelerator_type: str | None = Field(
         default=None,
-        min_length=1,
+        pattern=r"^\S+$",
         description="The kind of GPU a replica needs, as Ray names it (H200, A100, L4); null takes any.",
     )
     labels: dict[str, str] = Field(
         default={},
-        json_schema_extra={"x-allowed": "an object of label names and values"},
+        json_schema_extra={"x-allowed": "an object of label names and values, all of them texts (quote numbers)"},
         description="Ray node labels, each with its value, that a replica's node must have.",
     )
 

@@ -115,7 +115,7 @@ class Core:
         self.geometry = Geometry(
             model.name, config.layers, config.kv_heads, config.head_dim, engine.block_size, spec.dtype, layout
         )
-        self.vocabulary = config.vocab_size
+        self.vocabulary, self.positions = config.vocab_size, config.max_positions
         self.tags = BlockTags(replica, blocks, grows=role == "decode", growth_s=spec.kv.growth_s)
         scheduler = Scheduler(
             max_batched_tokens=engine.max_batched_tokens,

@@ -9,10 +9,8 @@ Knows nothing of models, blocks or leases. Kernels are launched by `torch` and f
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 from bifolio.protos.errors import ConfigError
 
 from . import shared
+from .host_memory import host_memory
 
 DeviceName = Literal["cpu", "cuda"]
 
@@ -102,8 +101,7 @@ class HostDevice:
         return "a host's memory is not shared"
 
     def memory(self) -> Memory:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return Memory(page * os.sysconf("SC_PHYS_PAGES"), _available() or page * os.sysconf("SC_AVPHYS_PAGES"))
+        return Memory(*host_memory())
 
     def reset_peak(self) -> None:
         pass
@@ -185,13 +183,3 @@ def open_device(name: DeviceName) -> Device:
             "a torch for the driver (`nvidia-smi` shows it), or set engine.device: cpu"
         )
     return CudaDevice(torch.device("cuda", torch.cuda.current_device()))
-
-
-def _available() -> int | None:
-    """Of the host: what can be had without swapping. None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None

@@ -85,6 +85,8 @@ class Jobs:
                 f"decode asks for blocks of [{start.geometry}], prefill replica {core.replica} has "
                 f"[{core.geometry}]: deploy both pools with one model, dtype and block size"
             )
+        if len(start.tokens) > core.positions:
+            raise InvalidRequest(f"{len(start.tokens)} tokens; allowed: at most {core.positions}", "token_ids")
         needed, blocks = -(-len(start.tokens) // core.geometry.block_size), set(start.blocks)
         if not start.tokens or len(start.blocks) != needed:
             raise InvalidRequest(f"{len(start.tokens)} tokens do not take {len(start.blocks)} blocks", "blocks")

@@ -31,7 +31,7 @@ class KvCache:
         layout: Layout = "plain",
         device: torch.device = HOST,
     ) -> None:
-        """Allocate, zeros. On a host the operating system gives the memory only as it is first written.
+        """Allocate, zeros: the memory is taken at once.
 
         `layout` says how the K and V of a head lie in a block; the kernels are told.
         """

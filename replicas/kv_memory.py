@@ -73,7 +73,7 @@ def parse(given: object) -> KvMemory:
         if not LEAST_TOKENS <= tokens <= MOST_TOKENS:
             raise ValueError(f"got {tokens} tokens; allowed: {LEAST_TOKENS} to {MOST_TOKENS} tokens")
         return KvMemory(tokens=tokens)
-    if found := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([KMGT]?i?B)", text, re.IGNORECASE):
+    if found := re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,15})?) *([KMGT]?i?B)", text, re.IGNORECASE):
         unit = next((size for name, size in _UNITS.items() if name.lower() == found[2].lower()), None)
         if unit is not None and (size := int(Decimal(found[1]) * unit)) > 0:
             return KvMemory(bytes=size)
@@ -108,7 +108,7 @@ class BlockShape:
     def __str__(self) -> str:
         return (
             f"{self.layers} layers x 2 x {self.kv_heads} KV heads x {self.block_size} positions x {self.head_dim} dims "
-            f"x {self.itemsize} bytes = {size(self.bytes)}"
+            f"x {self.itemsize} bytes = {self.bytes} bytes, {size(self.bytes)}"
         )
 
 
@@ -161,7 +161,7 @@ def size_cache(kv_memory: str, shape: BlockShape, budget: Budget, context: int) 
         fraction = 1.0 if asked.fraction is None else asked.fraction
         blocks = max(0, math.floor(max(0, room) * fraction) // shape.bytes - 1)
         times = "" if asked.fraction is None else f" x {asked.fraction}"
-        counted = f"{max(0, room)} bytes{times} / {shape.bytes} - 1 = {blocks}, rounded down"
+        counted = f"{max(0, room)} bytes{times} / {shape.bytes} - 1 (the null block) = {blocks}, rounded down"
     positions = blocks * shape.block_size
     if positions < context:
         advice = f"set engine.context to {positions} or less" if positions else "nothing is left for the cache"
@@ -209,6 +209,23 @@ def context_of(model: LlamaConfig, engine: EngineConfig, itemsize: int) -> int:
     return min(context or max_positions, positions)
 
 
+def check_host(model: LlamaConfig, engine: EngineConfig, itemsize: int, replicas: int, there: tuple[int, int]) -> None:
+    """That the caches of all replicas fit into the memory of the host where they compute together. `there`: its bytes,
+    and those that can be had. ConfigError before anything is loaded; weights and what else there is come on top."""
+    shape = BlockShape.of(model, engine.block_size, itemsize)
+    asked = parse(engine.kv_memory)
+    known = _known_blocks(asked, "cpu", shape)
+    assert known is not None, "a fraction was refused"
+    each, (total, free) = (known[0] + 1) * shape.bytes, there
+    if each * replicas > free:
+        most = max(0, free // replicas // shape.bytes - 1) * shape.block_size
+        raise ConfigError(
+            f"engine.kv_memory {asked} takes {size(each)} in each of {replicas} replicas, {size(each * replicas)} in "
+            f"all, and {size(free)} of {size(total)} are available; allowed here: less than {most} tokens, or fewer "
+            "replicas"
+        )
+
+
 def size(count: int) -> str:
     """Bytes for people, in units of 1024."""
     if abs(count) >= 1 << 30:
@@ -227,12 +244,13 @@ def _known_blocks(asked: KvMemory, device: str, shape: BlockShape) -> tuple[int,
     """How many and why, where that does not depend on the memory a replica finds."""
     if asked.bytes is not None:
         blocks = max(0, asked.bytes // shape.bytes - 1)
-        return blocks, f"{asked.bytes} bytes / {shape.bytes} - 1 = {blocks}, rounded down"
+        return blocks, f"{asked.bytes} bytes / {shape.bytes} - 1 (the null block) = {blocks}, rounded down"
     tokens = AUTO_TOKENS if asked == KvMemory() and device != "cuda" else asked.tokens
     if tokens is None:
         return None
     blocks = tokens // shape.block_size
-    return blocks, f"{tokens} tokens / {shape.block_size} = {blocks}, rounded down, and the null block"
+    takes = size((blocks + 1) * shape.bytes)
+    return blocks, f"{tokens} tokens / {shape.block_size} = {blocks}, rounded down; with the null block {takes}"
 
 
 def _room(budget: Budget, *, spare: bool) -> tuple[int, str]:

@@ -121,7 +121,7 @@ class _Maker:
     def budget(self, sizes: tuple[int, ...], share: float) -> Budget:
         """What there is, and what of it is taken, now or in the largest step."""
         device = self._device
-        if device.kind == "cpu":  # memory is given as it is first written: nothing to be tried
+        if device.kind == "cpu":  # its memory is not ours alone, and steps take little of it: nothing to be tried
             return Budget.of_host(device.memory())
         device.reset_peak()
         weights = device.memory().reserved

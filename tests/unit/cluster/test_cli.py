@@ -325,6 +325,24 @@ def test_verify_is_exact_where_float32_is_verified_on_cpus(
 
 
 @pytest.mark.parametrize(
+    ("text", "exact"),
+    [
+        ("model: {dtype: float16}", False),
+        ("model: {quantization: int8}", False),
+        ("model: {dtype: bfloat16}", False),
+        ("engine: {exact: false}", False),
+        ("engine: {threads: 2}", True),
+    ],
+)
+def test_verify_goes_by_the_file_too(text: str, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bifolio.cluster import verify
+
+    (tmp_path / "cluster.yaml").write_text(text)
+    monkeypatch.setattr(verify, "verify", lambda config, long: int(config.engine.exact))
+    assert cli.main(["verify", str(tmp_path / "cluster.yaml")]) == exact
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         (("--kernels", "sse"), "engine.kernels: got 'sse'; allowed: one of auto, avx512, avx2, generic, triton, torch"),

@@ -113,6 +113,14 @@ def test_the_kernels_to_choose_from_are_those_there_are() -> None:
         ),
         ("engine: 3", "engine: got 3; allowed: an object with any of device, block_size"),
         ("engine: {cache_tokens: 2048}", "engine: cache_tokens is now kv_memory; write `kv_memory: 2048 tokens`"),
+        ("engine: {cache_tokens: null}", "cache_tokens is now kv_memory; write `kv_memory: 16384 tokens` in its place"),
+        (
+            "engine: {context: 4096, kv_memory: 2048 tokens}",
+            "engine: context is 4096, and kv_memory 2048 tokens; lower",
+        ),
+        ("model: {quantization: int4}", "model.quantization: got 'int4'; allowed: int8 or null"),
+        ("pools: {decode: {accelerator_type: ' '}}", "pools.decode.accelerator_type: got ' '; allowed: "),
+        ("pools: {decode: {labels: {zone: 1}}}", "got 1; allowed: an object of label names and values, all of them"),
         ("engine: {kv_memry: auto}", "engine.kv_memry: unknown name; did you mean engine.kv_memory?"),
         (
             "engine: {kv_memory: 2048}",

@@ -210,6 +210,8 @@ def test_a_start_that_makes_no_sense_is_refused_and_leaves_no_trace(glassllm_dir
                 0.0,
             )
             last = BlockId(it.prefill.cache.blocks)
+            more = it.prefill.positions + 1
+            assert more <= last * 8
             for wrong in (
                 {"blocks": ()},
                 {"blocks": good.blocks[:-1]},
@@ -218,6 +220,7 @@ def test_a_start_that_makes_no_sense_is_refused_and_leaves_no_trace(glassllm_dir
                 {"blocks": (BlockId(0), *good.blocks[1:])},
                 {"blocks": (BlockId(last + 1), *good.blocks[1:])},
                 {"tokens": ()},
+                {"tokens": (5,) * more, "blocks": tuple(map(BlockId, range(1, -(-more // 8) + 1)))},
                 {"tokens": (-1, *good.tokens[1:])},
                 {"tokens": (10**6, *good.tokens[1:])},
                 {"prompt_logprobs": 21},

@@ -18,6 +18,7 @@ from bifolio.replicas.kv_memory import (
     Budget,
     KvMemory,
     Sizing,
+    check_host,
     context_of,
     parse,
     size,
@@ -81,7 +82,7 @@ def test_tokens_have_a_range(tokens: int) -> None:
 
 
 def test_a_block_says_what_it_is_made_of() -> None:
-    assert str(SHAPE) == "16 layers x 2 x 8 KV heads x 64 positions x 64 dims x 2 bytes = 2.00 MiB"
+    assert str(SHAPE) == "16 layers x 2 x 8 KV heads x 64 positions x 64 dims x 2 bytes = 2097152 bytes, 2.00 MiB"
     assert BlockShape.of(model(), 64, 2) == SHAPE
 
 
@@ -100,10 +101,16 @@ TAKES = f"{ROOM} - 1.500 GiB activations - 512.00 MiB graphs"
     ("asked", "room", "blocks", "counted", "holds"),
     [
         # 3% of 40 GiB are kept: 35 - 1.2 = 33.8 GiB, and 33.8 x 512 = 17305.6 blocks
-        ("auto", " - 1.200 GiB spare = 33.800 GiB", 17304, "36292473652 bytes / 2097152 - 1", "1107456, 135.2"),
-        ("1.0", " = 35.000 GiB", 17919, "37580963840 bytes x 1.0 / 2097152 - 1", "1146816, 140.0"),
-        ("0.5", " = 35.000 GiB", 8959, "37580963840 bytes x 0.5 / 2097152 - 1", "573376, 70.0"),
-        ("12 GiB", " = 35.000 GiB", 6143, "12884901888 bytes / 2097152 - 1", "393152, 48.0"),
+        (
+            "auto",
+            " - 1.200 GiB spare = 33.800 GiB",
+            17304,
+            "36292473652 bytes / 2097152 - 1 (the null block)",
+            "1107456, 135.2",
+        ),
+        ("1.0", " = 35.000 GiB", 17919, "37580963840 bytes x 1.0 / 2097152 - 1 (the null block)", "1146816, 140.0"),
+        ("0.5", " = 35.000 GiB", 8959, "37580963840 bytes x 0.5 / 2097152 - 1 (the null block)", "573376, 70.0"),
+        ("12 GiB", " = 35.000 GiB", 6143, "12884901888 bytes / 2097152 - 1 (the null block)", "393152, 48.0"),
     ],
 )
 def test_a_gpus_cache_by_hand(asked: str, room: str, blocks: int, counted: str, holds: str) -> None:
@@ -122,7 +129,8 @@ def test_tokens_are_whole_blocks_beside_the_null_block() -> None:
     sizing = size_cache("16400 tokens", SHAPE, HALF, 8192)
     assert sizing.blocks == 256
     assert sizing.lines[-1] == (
-        "blocks: 16400 tokens / 64 = 256, rounded down, and the null block; 16384 positions, 2.0 sequences of 8192"
+        "blocks: 16400 tokens / 64 = 256, rounded down; with the null block 514.00 MiB; 16384 positions, "
+        "2.0 sequences of 8192"
     )
 
 
@@ -139,9 +147,13 @@ def test_the_usual_overhead_is_taken_off_the_share() -> None:
 @pytest.mark.parametrize(
     ("asked", "blocks", "says"),
     [
-        ("auto", 256, "blocks: 16384 tokens / 64 = 256, rounded down, and the null block; 16384 positions"),
-        ("1 GiB", 511, "blocks: 1073741824 bytes / 2097152 - 1 = 511, rounded down; 32704 positions"),
-        ("8192 tokens", 128, "blocks: 8192 tokens / 64 = 128, rounded down, and the null block; 8192 positions, 1.0"),
+        ("auto", 256, "blocks: 16384 tokens / 64 = 256, rounded down; with the null block 514.00 MiB; 16384 positions"),
+        ("1 GiB", 511, "blocks: 1073741824 bytes / 2097152 - 1 (the null block) = 511, rounded down; 32704 positions"),
+        (
+            "8192 tokens",
+            128,
+            "blocks: 8192 tokens / 64 = 128, rounded down; with the null block 258.00 MiB; 8192 positions, 1.0",
+        ),
     ],
 )
 def test_a_cpus_cache_by_hand(asked: str, blocks: int, says: str) -> None:
@@ -162,7 +174,8 @@ def test_this_machine_has_room() -> None:
             "40 GiB",
             HALF,
             8192,
-            ["engine.kv_memory 40 GiB takes 40.000 GiB (42949672960 bytes / 2097152 - 1 = 20479, rounded down), and "
+            ["engine.kv_memory 40 GiB takes 40.000 GiB (42949672960 bytes / 2097152 - 1 (the null block) = 20479, "
+             "rounded down), and "
              f"35.000 GiB are left: {TAKES} = 35.000 GiB; allowed: 1146816 tokens at most here",
              "or give a replica more of its GPU than 0.5 (num_gpus of its pool)"],
         ),
@@ -177,21 +190,23 @@ def test_this_machine_has_room() -> None:
             "1146880 tokens",  # one block more
             HALF,
             8192,
-            ["takes 35.002 GiB (1146880 tokens / 64 = 17920, rounded down, and the null block), and 35.000 GiB are"],
+            ["takes 35.002 GiB (1146880 tokens / 64 = 17920, rounded down; with the null block 35.002 GiB), "
+             "and 35.000 GiB are"],
         ),
         (
             "auto",
             HALF,
             1107457,
             ["engine.kv_memory auto holds 1107456 positions, and one sequence may have 1107457: room: min(",
-             "a block is 16 layers x 2 x", "/ 2097152 - 1 = 17304, rounded down; set engine.context to 1107456 or "
-             "less, or give a replica more of its GPU than 0.5"],
+             "a block is 16 layers x 2 x", "/ 2097152 - 1 (the null block) = 17304, "
+             "rounded down; set engine.context to 1107456 or less, or give a replica more of its GPU than 0.5"],
         ),
         (
             "0.01",
             HALF,
             131072,
-            ["holds 11392 positions", "37580963840 bytes x 0.01 / 2097152 - 1 = 178", "or raise engine.kv_memory"],
+            ["holds 11392 positions", "37580963840 bytes x 0.01 / 2097152 - 1 (the null block) = 178",
+             "or raise engine.kv_memory"],
         ),
         ("auto", replace(HALF, weights=50 * GIB), 8192, ["holds 0 positions", "nothing is left for the cache"]),
         ("0.5", HOST, 8192, ["engine.kv_memory is 0.5 and engine.device cpu; allowed on CPUs: auto, bytes or tokens"]),
@@ -296,8 +311,8 @@ def test_a_cpus_cache_bounds_a_long_context_and_a_gpus_is_asked_to_hold_it() -> 
         ({"context": 8193}, "engine.context is 8193; allowed for this model: 8192, its positions"),
         ({"device": "cuda", "context": 8193}, "engine.context is 8193; allowed for this model: 8192, its positions"),
         (
-            {"context": 1000, "kv_memory": "512 tokens"},
-            "engine.context is 1000, and engine.kv_memory 512 tokens holds 512 positions; lower the one or raise the",
+            {"context": 1000, "kv_memory": "1000 tokens"},
+            "engine.context is 1000, and engine.kv_memory 1000 tokens holds 960 positions; lower the one or raise the",
         ),
         (
             {"kv_memory": "8 MiB"},
@@ -323,3 +338,11 @@ def test_a_replica_holds_what_the_ingress_promises(block_size: int, kv_memory: s
     context = context_of(llama, asked, 2)
     blocks = size_cache(kv_memory, shape, HOST, context).blocks
     assert context <= min(positions, blocks * block_size)
+
+
+def test_the_caches_of_all_replicas_of_a_host_share_its_memory() -> None:
+    check_host(model(), engine(kv_memory="64 MiB"), 2, 2, (GIB, 128 * MIB))
+    with pytest.raises(
+        ConfigError, match=r"takes 64\.00 MiB in each of 3 replicas, 192\.00 MiB in all, and 128\.00 MiB"
+    ):
+        check_host(model(), engine(kv_memory="64 MiB"), 2, 3, (GIB, 128 * MIB))

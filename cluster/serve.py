@@ -129,7 +129,7 @@ def _check(config: ClusterConfig, model: Path) -> None:
     context_of(shape, engine, itemsize)
     if engine.device == "cpu":
         check_host(shape, engine, itemsize, sum(config.pools.wanted.values()), host_memory())
-        if engine.kernels == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        if engine.kernels == "triton" and not os.environ.get("TRITON_INTERPRET"):
             raise ConfigError(
                 "engine.kernels: triton: there is no GPU; allowed with one, or with TRITON_INTERPRET=1 in the "
                 "environment, which is for tests: it is many times slower"

@@ -23,24 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .backend import runs_triton
+from .events import HAPPENED, Event, mark
 from .plan import AttentionPlan, Cut, check_blocks
 
 ALIGNED = 16  # bytes: where each array begins
-Mark = Callable[[torch.device], Callable[[], None]]
-
-
-def mark(device: torch.device) -> Callable[[], None]:
-    """Waits, when it is called, for all that the calling thread has launched on the device up to now."""
-    if device.type != "cuda":
-        return _happened
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits sleeps
-    event.record(torch.cuda.current_stream(device))
-    wait: Callable[[], None] = event.synchronize
-    return wait
-
-
-def _happened() -> None:
-    pass
+Mark = Callable[[torch.device], Event]
 
 
 class StaticPlan:
@@ -173,7 +160,7 @@ class _Mirror:
         self._here = torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = torch.zeros(total, dtype=torch.uint8, device=device)
         self._mark = mark
-        self._arrived: Callable[[], None] = _happened
+        self._arrived = HAPPENED
         here, self.tensors = (
             tuple(
                 whole[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
@@ -185,7 +172,7 @@ class _Mirror:
 
     def settle(self) -> None:
         """Wait until the arrays may be written: what was sent has arrived."""
-        self._arrived()
+        self._arrived.wait()
 
     def send(self, last: int | None = None) -> None:
         """Launch the copy, of the last part only its first `last` numbers. `settle` before the arrays are written

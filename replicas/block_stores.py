@@ -25,10 +25,11 @@ from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from typing import Protocol
 
+from bifolio.kernels.events import HAPPENED, Event
 from bifolio.kv_manager.transfer import BlockStore, Copy, Span, Write
 from bifolio.kv_manager.wire import MAX_PAYLOAD
 
-from .device import HAPPENED, Device, Event
+from .device import Device
 from .kv_cache import KvCache
 
 

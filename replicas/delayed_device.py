@@ -21,8 +21,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bifolio.kernels.events import Event
+
 from . import shared
-from .device import DeviceName, Event, Memory
+from .device import DeviceName, Memory
 
 POISON = 0xCD
 ROOMY = Memory(total=1 << 30, free=1 << 30)

@@ -16,19 +16,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from bifolio.kernels.events import HAPPENED, Event, mark
 from bifolio.protos.errors import ConfigError
 
 from . import shared
 from .host_memory import host_memory
 
 DeviceName = Literal["cpu", "cuda"]
-
-
-class Event(Protocol):
-    """Something launched that will have happened."""
-
-    def wait(self) -> None:
-        """The calling thread sleeps until then. From any thread, any number of times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +119,13 @@ class CudaDevice:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def mark(self) -> Event:
-        return _CudaEvent(torch.cuda.current_stream(self.torch))
+        return mark(self.torch)
 
     def copy(self, into: Tensor, source: Tensor) -> Event:
         stream = self._in if into.device.type == "cuda" else self._out
         with self._lock, torch.cuda.stream(stream):
             into.copy_(source, non_blocking=True)
-            return _CudaEvent(stream)
+            return mark(self.torch)
 
     def export(self, tensor: Tensor) -> bytes | None:
         return shared.export(tensor, self._place)
@@ -152,24 +146,6 @@ class CudaDevice:
     def limit(self, most: int) -> None:
         total = torch.cuda.get_device_properties(self.torch).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(most, 1) / total), self.torch)
-
-
-class _Happened:
-    def wait(self) -> None:
-        pass
-
-
-HAPPENED: Event = _Happened()
-
-
-class _CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        # blocking: who waits sleeps, the cores belong to the loops
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._event.record(stream)
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 def open_device(name: DeviceName) -> Device:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bifolio.kernels.events import Event
 from bifolio.protos.messages import TokenLogprobs
 
 from .batch import HostBatch, Row, host_batch
 from .block_stores import Blocks
-from .device import Event
 from .graphs import DecodeGraphs
 from .kv_cache import KvCache
 from .llama import Llama

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+from transfer_kit import DONE, ScriptedSource, start
 
 from bifolio.replicas.block_stores import StagedBlocks
 from bifolio.replicas.delayed_device import DelayedDevice
@@ -23,6 +24,24 @@ def large_cache(blocks: int = 4) -> KvCache:
 
 def block_of(cache: KvCache, block: int) -> bytes:
     return cache.bytes[block].numpy().tobytes()
+
+
+def two_late(seed: int, large: bool) -> tuple[Late, Late]:
+    """Caches of two replicas, whose blocks 1 to 4 steps are about to write: of the last owners."""
+    here, there = (Late(number, large_cache() if large else None) for number in (seed, seed + 100))
+    there.step(1, 2, 3, 4)
+    here.step(1, 2, 3, 4)
+    return here, there
+
+
+def chunk_by_chunk(source: ScriptedSource, there: Late) -> list[bytes]:
+    """The prompt of `start()` computed in three steps, of each of which the stream is told when it is launched; what
+    they write."""
+    job, sent = source.next_job(), []
+    for step in (4, 8, DONE):
+        sent += there.step(start().blocks[len(sent)])
+        job.feed(step)
+    return sent
 
 
 class Late:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -229,14 +229,14 @@ def test_no_buffer_of_the_host_is_written_before_what_it_sent_has_arrived() -> N
     events: list[str] = []
     seen: list[list[int]] = []  # what the host's buffer holds when a copy of it is said to have arrived
 
-    def mark(device: torch.device) -> Callable[[], None]:
-        events.append("sent")
-
-        def wait() -> None:
+    class Arrival:
+        def wait(self) -> None:
             events.append("arrived")
             seen.append(static._inputs.arrays[3].tolist())
 
-        return wait
+    def mark(device: torch.device) -> Arrival:
+        events.append("sent")
+        return Arrival()
 
     static = StaticPlan(2, 1, CPU, mark=mark)
     fixed = static.plan(2).fixed

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from staging_kit import Late, block_of, large_cache, small_cache
-from transfer_kit import DONE, WAIT, ScriptedSource, client_of, ids, in_thread, no_threads_left, serving, start
+from staging_kit import Late, block_of, chunk_by_chunk, large_cache, small_cache, two_late
+from transfer_kit import WAIT, ScriptedSource, client_of, ids, in_thread, no_threads_left, serving, start
 
 from bifolio.kv_manager.transfer import Copy, Outbox, PrefillServer
 from bifolio.kv_manager.wire import Complete, unpack
@@ -72,18 +72,12 @@ def test_a_copy_comes_after_the_last_owners_step_and_before_the_next():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_transfer_between_two_caches_of_one_device(seed):
-    caches = [large_cache(), large_cache()] if seed % 6 == 0 else [None, None]
-    here, there = Late(seed, caches[0]), Late(seed + 100, caches[1])
-    there.step(1, 2, 3, 4)
-    here.step(1, 2, 3, 4)
+    here, there = two_late(seed, large=seed % 6 == 0)
     here.store.writing = there.store.read = None  # nobody calls them
     source, memory = ScriptedSource(there.store), there.store.export()
     with serving(source, window=1 + seed % 2) as address, client_of(here.store) as client:
         result = in_thread(client.pull(address, start(memory=memory)), ids(2, 4, 1))
-        job, sent = source.next_job(), []
-        for step in (4, 8, DONE):  # told when launched
-            sent += there.step(start().blocks[len(sent)])
-            job.feed(step)
+        sent = chunk_by_chunk(source, there)
         commit = result.result(WAIT)
     assert (commit.frames, commit.payload_bytes) == (3, 3 * here.cache.block_bytes)
     there.step(1, 2, 3, 4)  # the next owner's

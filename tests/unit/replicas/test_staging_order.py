@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
-from staging_kit import Late, block_of, large_cache
+from staging_kit import Late, block_of, chunk_by_chunk, two_late
 from transfer_kit import (
     DONE,
     WAIT,
@@ -137,17 +137,11 @@ def test_reads_and_writes_of_different_blocks_do_not_mix():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_transfer_between_two_late_devices(seed):
-    caches = [large_cache(), large_cache()] if seed % 4 == 0 else [None, None]
-    here, there = Late(seed, caches[0]), Late(seed + 100, caches[1])
-    there.step(1, 2, 3, 4)
-    here.step(1, 2, 3, 4)
+    here, there = two_late(seed, large=seed % 4 == 0)
     source = ScriptedSource(there.store)
     with serving(source, window=2) as address, client_of(here.store) as client:
         result = in_thread(client.pull(address, start()), ids(2, 4, 1))
-        job, sent = source.next_job(), []
-        for step in (4, 8, DONE):  # told when launched
-            sent += there.step(start().blocks[len(sent)])
-            job.feed(step)
+        sent = chunk_by_chunk(source, there)
         assert result.result(WAIT).payload_bytes == 3 * here.cache.block_bytes
     assert here.seen(2, 4, 1) == sent
     assert (here.device.copies, there.device.copies) == (0, 0)

@@ -1,114 +1,140 @@
-"""One replica's book: which of its blocks are free, in its reserve, or under which lease, and what its
-reports change.
+"""One replica's book: its leases and what its reports change of them. `blocks.py` has where each of its blocks is.
 
 Pure and synchronous. Knows nothing about requests' placement, other replicas, Ray or the clock.
 
-    free ──offer──▶ a lease ──close──▶ free         every block is in exactly one of: free, reserve, one lease
-    free ──refill─▶ reserve ──the report lists it under a lease: drawn──▶ that lease
+    offered ──a report lists it──▶ active ──release, or absence from a report──▶ closed
+       └── its time passes, or release, or revoked and absent from a report ──────▶ closed
 
-A lease of the book:
+The replica is the last word on its blocks, so a report newer than the last decides alone. Its leases and its reserve
+are complete: what it lists is held, what it does not list is not. In particular reserve blocks granted in a reply are
+free again if the next report lacks them: the replica ignores every reply but the one to its newest report. Of keys a
+report tells what changed since a version that this book has seen.
 
-    offered ──activate, or a report lists it──▶ active ──release, or absence from a report──▶ closed
-       └── its time passes, or release, or revoked and absent from a report ──────────────────▶ closed
-
-The replica is the last word on its blocks and its report is complete, so a report newer than the last decides
-alone: what it lists is held, what it does not list is not. In particular reserve blocks granted in a reply
-are free again if the next report lacks them: the replica ignores every reply but the one to its newest
-report.
+When a lease is closed its last blocks come first in the order of forgetting: a prefix is no use without its beginning.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bifolio.protos.messages import BlockId, Generation, Lease, ReplicaInfo, Report, RequestId
+from bifolio.protos.messages import (
+    BlockId,
+    Generation,
+    Lease,
+    Release,
+    ReplicaInfo,
+    Report,
+    RequestId,
+    Speeds,
+    family,
+)
+
+from .blocks import Blocks
+from .prefix_index import Shelf
 
 State = Literal["alive", "draining"]
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """free + cached + leased = total. The reserve counts as leased."""
-
-    free: int
-    cached: int
-    leased: int
-    reserve: int
-    total: int
-
-
 @dataclass(slots=True)
 class Held:
-    """A lease, as the ledger sees it. `request` is None when only a report told of it."""
+    """A lease, as the ledger sees it."""
 
-    request: RequestId | None
-    blocks: set[BlockId]
+    request: RequestId
+    blocks: tuple[BlockId, ...]
+    since: float
     until: float  # the end of the offer
-    active: bool = False
+    fresh: tuple[BlockId, ...] = ()  # of an offer: to be written by it, hence nobody else's
+    tokens: int = 0  # to be computed under it
     listed: bool = False  # by a report: from then on a report without it closes it
     revoked: bool = False  # named in every reply until it is gone
 
 
 class Book:
-    def __init__(self, info: ReplicaInfo) -> None:
+    def __init__(self, info: ReplicaInfo, shelf: Shelf) -> None:
         self.info = info
+        self.model = info.geometry.fingerprint
+        self.block_size = info.geometry.block_size
+        self.blocks = Blocks(info.blocks, shelf)
+        self.shelf, self.bit = shelf, shelf.bit
         self.draining = False  # in its own words
         self.shunned_until = 0.0  # a peer says it is leaving; that holds for a while, in case the peer was wrong
         self.leases: dict[Generation, Held] = {}
         self.beat = -1  # of the newest report
+        self.version = 0  # of the keys it told of
         self.heard = 0.0  # when it came
         self.reported = 0  # leases it lists
-        self.held = 0  # blocks it lists: of these leases, and of the reserve
-        self.shortage = 0  # blocks the reserve should have and could not get; kept back from offers
-        self._free = OrderedDict.fromkeys(BlockId(b) for b in range(1, info.blocks + 1))  # longest free first
-        self._reserve: set[BlockId] = set()
-        self._of_request: dict[RequestId, Generation] = {}  # the one lease of a request that is not revoked
+        self.held = 0  # blocks they and the reserve hold, in the replica's words
+        self.speeds = Speeds()
+        self.queued = 0  # tokens to be computed under its leases
+        self.families: dict[RequestId, set[Generation]] = {}  # leases that are not revoked
         self._released: dict[Generation, int] = {}  # closed at this beat; reports up to it may still list it
 
     # -- what policies ask
 
     @property
     def state(self) -> State:
-        return "draining" if self.draining or self.shunned_until else "alive"
+        return "alive" if self.alive else "draining"
 
     @property
-    def free(self) -> int:
-        return len(self._free)
+    def alive(self) -> bool:
+        """Takes new work."""
+        return not (self.draining or self.shunned_until)
 
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.info.geometry.block_size)
-
-    def has_room(self, blocks: int) -> bool:
-        return len(self.leases) < self.info.max_sequences and blocks + self.shortage <= self.free
+    def has_room(self, leases: int, fresh: int, shared: Sequence[BlockId]) -> bool:
+        """For so many leases, which read `shared` and write `fresh` blocks."""
+        return len(self.leases) + leases <= self.info.max_sequences and self.blocks.has_room(fresh, shared)
 
     # -- leases
 
-    def offer(self, request: RequestId, generation: Generation, blocks: int, until: float) -> Lease:
-        taken = self._take(blocks)
-        self.leases[generation] = Held(request, set(taken), until)
-        self._of_request[request] = generation
-        return Lease(self.info.id, generation, taken)
+    def offer(
+        self,
+        request: RequestId,
+        generation: Generation,
+        shared: Sequence[BlockId],
+        fresh: int,
+        now: float,
+        until: float,
+        tokens: int = 0,
+    ) -> Lease:
+        """A lease that reads `shared`, of the shelf or of another lease, and writes `fresh` blocks after them."""
+        self.blocks.use(shared)
+        taken = self.blocks.take(fresh)
+        blocks = (*shared, *taken)
+        self._enter(generation, Held(request, blocks, now, until, taken, tokens))
+        return Lease(self.info.id, generation, blocks, request, len(shared))
 
-    def activate(self, generation: Generation) -> None:
-        if lease := self.leases.get(generation):
-            lease.active = True
-
-    def release(self, generation: Generation, beat: int) -> None:
-        if beat >= self.beat:
-            self._released[generation] = beat
+    def release(self, release: Release) -> None:
+        generation = release.generation
+        if release.beat >= self.beat:
+            self._released[generation] = release.beat
+        # As long as the lease is here nobody else was given its blocks: what it says of them is true, however late
+        if release.keys and (lease := self.leases.get(generation)):
+            own = set(lease.blocks)
+            told = {block: key for block, key in release.keys if block in own}
+            self._are_written(lease.request, told)
+            self.blocks.learn(told.items())
         self._close(generation)
 
     def revoke(self, request: RequestId) -> None:
-        if generation := self._of_request.pop(request, None):
-            self.leases[generation].revoked = True
+        """Its leases, and those of all its choices unless it is one itself."""
+        for generation in list(self.families.get(family(request), ())):
+            lease = self.leases[generation]
+            if request in (lease.request, family(lease.request)):
+                self._revoke(generation)
+
+    def revoke_unconfirmed(self, confirmed: dict[RequestId, float], before: float) -> None:
+        """Leases of requests that nobody has said to be open since."""
+        for request, generations in list(self.families.items()):
+            if confirmed.get(request, before) <= before:
+                for generation in [g for g in generations if self.leases[g].since <= before]:
+                    self._revoke(generation)
 
     def expire(self, now: float) -> None:
         if now >= self.shunned_until:
             self.shunned_until = 0.0
-        for generation in [g for g, lease in self.leases.items() if not lease.active and now >= lease.until]:
+        for generation in [g for g, lease in self.leases.items() if not lease.listed and now >= lease.until]:
             self._close(generation)
 
     # -- reports
@@ -121,87 +147,89 @@ class Book:
         (`epoch` None), live on.
         """
         assert report.beat > self.beat, "the ledger drops reports that are not newer"
+        assert report.since <= self.version, "changes between the two are not known"
         self.beat, self.heard, self.draining = report.beat, now, report.draining
-        self.reported = len(report.leases)
-        self.held = len(report.reserve) + sum(map(len, report.leases.values()))
-        listed = {g: set(b) for g, b in report.leases.items() if self._released.get(g, -1) < report.beat}
+        self.reported, self.held, self.speeds = len(report.leases), report.held, report.speeds
+        listed = {x.generation: x for x in report.leases if self._released.get(x.generation, -1) < report.beat}
         self._released = {g: beat for g, beat in self._released.items() if beat >= report.beat}
-        absent = [(g, lease) for g, lease in self.leases.items() if g not in listed]
-        for generation, lease in absent:
-            if _absent_is_closed(lease, now):
+        for generation, lease in [(g, lease) for g, lease in self.leases.items() if g not in listed]:
+            if lease.listed or lease.revoked:  # one that was never listed may be unopened yet
                 self._close(generation)
-        for generation, blocks in listed.items():
+        # Still to be written by an offer. If a report shows otherwise, the replica has refused it, or will
+        promised = {block for g, lease in self.leases.items() if g not in listed for block in lease.fresh}
+        for generation, theirs in listed.items():
             if generation not in self.leases:
-                self.leases[generation] = Held(None, set(), now, revoked=generation.epoch == epoch)
+                self._adopt(theirs, now, revoked=generation.epoch == epoch)
             lease = self.leases[generation]
-            lease.active = lease.listed = True
-            self._give_back(lease.blocks - blocks)
-            lease.blocks &= blocks
-            # what another lease holds stays there: at the replica that one will be refused, or has been
-            lease.blocks |= self._claim(blocks - lease.blocks)
-        self._give_back(self._reserve - set(report.reserve))
-        self._reserve &= set(report.reserve)
-        self._reserve |= self._claim(set(report.reserve) - self._reserve)
+            lease.listed, lease.fresh = True, ()
+            if lease.blocks != theirs.blocks:
+                self._set_blocks(lease, tuple(b for b in theirs.blocks if b not in promised))
+        self.blocks.set_reserve({b for b in report.reserve if b not in promised and not self.blocks.in_use(b)})
+        untold = promised | self.blocks.reserve
+        # oldest first: so those that were used last are forgotten last
+        self.blocks.learn(change for change in reversed(report.keys) if change[0] not in untold)
+        self.version = max(self.version, report.version)
 
     def refill(self, wanted: int, generation: Generation) -> Lease | None:
-        """Moves free blocks to the reserve, up to `wanted`; what is missing becomes the shortage."""
-        missing = max(0, wanted - len(self._reserve))
-        taken = self._take(min(missing, self.free))
-        self._reserve.update(taken)
-        self.shortage = missing - len(taken)
-        return Lease(self.info.id, generation, taken) if taken else None
+        """Grants the replica's reserve what it wants, as far as there is."""
+        granted = self.blocks.refill(wanted)
+        return Lease(self.info.id, generation, granted) if granted else None
 
     def revoked(self) -> tuple[Generation, ...]:
         return tuple(g for g, lease in self.leases.items() if lease.revoked)
 
-    def counts(self) -> Counts:
-        reserve = len(self._reserve)
-        leased = reserve + sum(len(lease.blocks) for lease in self.leases.values())
-        return Counts(self.free, 0, leased, reserve, self.info.blocks)
-
     def check_integrity(self) -> None:
-        parts = [set(self._free), self._reserve, *(lease.blocks for lease in self.leases.values())]
-        every = set().union(*parts)
-        assert sum(map(len, parts)) == len(every), f"{self.info.id}: a block is in two places"
-        assert every == set(range(1, self.info.blocks + 1)), f"{self.info.id}: blocks lost or invented"
-        for request, generation in self._of_request.items():
-            lease = self.leases[generation]
-            assert lease.request == request, f"{self.info.id}: {request} is mixed up with {lease.request}"
-            assert not lease.revoked, f"{self.info.id}: {request} is revoked, yet indexed as not"
+        name, leases = self.info.id, self.leases.values()
+        assert all(len(set(lease.blocks)) == len(lease.blocks) for lease in leases), f"{name}: a block twice in a lease"
+        self.blocks.check_integrity(
+            [block for lease in leases for block in lease.blocks],
+            [block for lease in leases for block in lease.fresh],
+            name,
+        )
+        assert self.queued == sum(lease.tokens for lease in leases), f"{name}: tokens are miscounted"
+        indexed = {g for generations in self.families.values() for g in generations}
+        named = {g for g, lease in self.leases.items() if lease.request and not lease.revoked}
+        assert indexed == named, f"{name}: requests and leases are mixed up"
 
-    # -- moving blocks
+    # -- inside
 
-    def _take(self, blocks: int) -> tuple[BlockId, ...]:
-        return tuple(self._free.popitem(last=False)[0] for _ in range(blocks))
+    def _enter(self, generation: Generation, lease: Held) -> None:
+        self.leases[generation] = lease
+        self.queued += lease.tokens
+        if lease.request and not lease.revoked:
+            self.families.setdefault(family(lease.request), set()).add(generation)
 
-    def _give_back(self, blocks: Iterable[BlockId]) -> None:
-        for block in blocks:
-            self._free[block] = None
+    def _adopt(self, lease: Lease, now: float, *, revoked: bool) -> None:
+        tokens = (len(lease.blocks) - lease.cached) * self.block_size
+        self._enter(lease.generation, Held(lease.request, (), now, now, tokens=tokens, revoked=revoked))
 
-    def _claim(self, blocks: Iterable[BlockId]) -> set[BlockId]:
-        """Those of `blocks` that were free or in the reserve; they are neither afterwards."""
-        claimed = set()
-        for block in blocks:
-            if block in self._free:
-                del self._free[block]
-            elif block in self._reserve:
-                self._reserve.remove(block)
-            else:
-                continue
-            claimed.add(block)
-        return claimed
+    def _set_blocks(self, lease: Held, blocks: tuple[BlockId, ...]) -> None:
+        before, after = set(lease.blocks), set(blocks)
+        self.blocks.use(block for block in blocks if block not in before)
+        self.blocks.unuse(block for block in reversed(lease.blocks) if block not in after)
+        lease.blocks = blocks
+
+    def _are_written(self, request: RequestId, blocks: Container[BlockId]) -> None:
+        """What a choice has in common with the others of its request, which may still be offers here."""
+        if family(request) != request:
+            for other in self.leases.values():
+                if other.fresh and family(other.request) == family(request):
+                    other.fresh = tuple(block for block in other.fresh if block not in blocks)
+
+    def _revoke(self, generation: Generation) -> None:
+        lease = self.leases[generation]
+        lease.revoked = True
+        self._unname(generation, lease)
+
+    def _unname(self, generation: Generation, lease: Held) -> None:
+        name = family(lease.request)
+        if (generations := self.families.get(name)) is not None:
+            generations.discard(generation)
+            if not generations:
+                del self.families[name]
 
     def _close(self, generation: Generation) -> None:
         if lease := self.leases.pop(generation, None):
-            self._give_back(lease.blocks)
-            if lease.request is not None and self._of_request.get(lease.request) == generation:
-                del self._of_request[lease.request]
-
-
-def _absent_is_closed(lease: Held, now: float) -> bool:
-    """Whether a lease that a report does not list is over.
-
-    Not if it may be unopened yet. An active one never listed was opened and closed between two reports, with
-    its release lost; since its activation may also have outrun the report, it keeps its offer's time.
-    """
-    return lease.listed or lease.revoked or (lease.active and now >= lease.until)
+            self._unname(generation, lease)
+            self.queued -= lease.tokens
+            self.blocks.unuse(reversed(lease.blocks))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
@@ -43,7 +45,7 @@ class KvConfig(FrozenConfig):
         default=256,
         ge=1,
         le=100_000,
-        description="At most this many requests wait for blocks; the latest arrival is refused.",
+        description="At most this many requests wait for blocks; over that the last in the order is refused.",
     )
     admission_wait_s: float = Field(
         default=60.0,
@@ -52,9 +54,52 @@ class KvConfig(FrozenConfig):
         description="A request that has waited this long for blocks is refused.",
     )
 
+    passing_s: float = Field(
+        default=2.0,
+        ge=0,
+        le=600,
+        description="While the first in the queue waits for blocks, requests that fit may pass it for this long; then "
+        "what comes free is kept for it.",
+    )
+    split: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether prompts are computed on prefill replicas. auto leaves short remainders, and everything "
+        "when no prefill replica is alive, to the decode replica; always fails rather than that; never uses none.",
+    )
+    local_blocks: int = Field(
+        default=4,
+        ge=0,
+        le=65536,
+        description="With split auto, a decode replica computes at most this many blocks of a prompt itself, all that "
+        "is not in its cache: what it computes makes its other answers wait.",
+    )
+    prefill_queue_s: float = Field(
+        default=2.0,
+        ge=0,
+        le=600,
+        description="A prefill replica is given prompts for about so many seconds of computing; the rest waits "
+        "without holding blocks.",
+    )
+    confirm_s: float = Field(
+        default=10.0,
+        ge=0.1,
+        le=600,
+        description="Blocks of a request that its ingress has not confirmed for this long are taken back.",
+    )
+    tombstone_s: float = Field(
+        default=60.0,
+        ge=0.1,
+        le=86_400,
+        description="A cancelled request that comes only now is refused for this long.",
+    )
+
     @model_validator(mode="after")
     def _a_lost_heartbeat_is_no_silence(self) -> KvConfig:
-        for name, what in (("silence_s", "remove the replica"), ("offer_ttl_s", "end a lease that is being opened")):
+        for name, what in (
+            ("silence_s", "remove the replica"),
+            ("offer_ttl_s", "end a lease that is being opened"),
+            ("confirm_s", "take a lease back that is in use"),
+        ):
             if getattr(self, name) < 3 * self.heartbeat_s:
                 raise ValueError(
                     f"{name} is {getattr(self, name):g}, but must be at least three times heartbeat_s "

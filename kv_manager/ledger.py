@@ -1,14 +1,15 @@
-"""The ledger: who holds which block of which replica in one cell. The only place where blocks are given out.
+"""The ledger: who holds which block of which replica in one cell, and what is cached where. The only place where blocks
+are given out.
 
 Pure and synchronous: no torch, Ray, sockets or clock; `now` is an argument. It may be wrong about a replica
 for a while (messages are lost, late, repeated, out of order), never for ever, and never dangerously: the
-replica refuses a placement whose blocks are not free there (`tags.py`), and its next report puts the ledger
-right. So every call here is idempotent, and what is late or unknown changes nothing.
+replica refuses a placement whose blocks are not what the ledger believes (`tags.py`), and its next report puts the
+ledger right. So every call here is idempotent, and what is late or unknown changes nothing.
 
     register ─▶ one Book per replica, grouped by fingerprint ◀─ heartbeat: reconcile, revoke, refill
-                      │ admit: a lease here and there, one new generation each
-                      ▼
-                  Placement         expire: offers over their time, replicas that fell silent
+                      │ admit: the longest prefixes (prefix_index.py), the replicas (policy.py), split or not
+                      ▼        (split.py), a lease here and there, one new generation each
+                  Placement         expire: offers over their time, replicas that fell silent, requests nobody confirms
 
 The lease automaton is drawn in `book.py`. A replica's id belongs to one process for ever: what starts again
 has a new id, so a report's `beat` orders all that one replica ever said.
@@ -16,25 +17,35 @@ has a new id, so a report's `beat` orders all that one replica ever said.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal
 
-from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Revoked
+from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Revoked, Unavailable
 from bifolio.protos.messages import (
     Ask,
+    BlockId,
     Generation,
+    Geometry,
     Lease,
     Placement,
+    Release,
     ReplicaId,
     ReplicaInfo,
     Reply,
     Report,
     RequestId,
     Role,
+    choice_id,
+    family,
 )
 
-from . import policy
-from .book import Book, Counts
+from . import policy, split
+from .blocks import Counts
+from .book import Book
 from .config import KvConfig
+from .policy import Need
+from .prefix_index import PrefixIndex
 
 
 class Ledger:
@@ -42,73 +53,85 @@ class Ledger:
 
     def __init__(self, epoch: int, config: KvConfig | None = None) -> None:
         self.epoch = epoch
+        self.splits: Counter[split.Reason] = Counter()  # requests admitted, by why they were split or not
+        self.asked_tokens = 0  # of the histories admitted, and those of them that were cached where they are computed
+        self.hit_tokens = 0
         self._config = config or KvConfig()
         self._counter = 0
         self._books: dict[ReplicaId, Book] = {}
-        self._revoked: dict[RequestId, float] = {}  # given up: not admitted before this time
+        self._index = PrefixIndex()
+        self._evicted = 0  # blocks, of replicas that have gone
+        self._given_up: dict[RequestId, float] = {}  # not admitted before this time
+        self._confirmed: dict[RequestId, float] = {}  # families, when an ingress last said that they are open
 
     # -- requests
 
     def admit(self, ask: Ask, now: float) -> Placement | None:
         """Offers blocks for a request; None is "not now". Its earlier leases, if any, are revoked.
 
-        Without a prefill lease the decode replica prefills itself: no prefill replica is able, not just busy.
+        Raises what `check` does, and Unavailable if prompts must be split and no prefill replica is there.
         """
-        if now < self._revoked.get(ask.request, now):
-            raise Revoked(f"request {ask.request} was cancelled before it was admitted")
-        self._give_up(ask.request)
-        decodes = self._pool("decode")
+        self.check(ask, now)
+        self._revoke(ask.request)
+        decodes = self._pool("decode", ask.model)
         if not decodes:
             return None
-        most = max(b.info.blocks * b.info.geometry.block_size for b in decodes)
-        if ask.most_tokens > most:
-            raise DoesNotFit(
-                f"prompt and max_tokens can take {ask.most_tokens} positions, the largest decode replica "
-                f"holds {most}: shorten the prompt or lower max_tokens",
-                "max_tokens",
-            )
-        tokens = policy.decode_tokens(ask)
-        decode = policy.best(policy.able_decodes(ask, decodes), tokens)
+        depths = {model: self._index.match(keys) for model, keys in ask.keys.items()}
+        decode = policy.best_decode(ask, policy.decode_needs(ask, policy.able_decodes(ask, decodes), depths))
         if decode is None:
             return None
-        able = policy.able_prefills(ask, self._pool("prefill", decode.info.geometry.fingerprint))
-        prefill = policy.best(able, ask.tokens)
-        if able and prefill is None:  # worth waiting for: a prompt prefilled at decode slows its sequences
-            return None
-        if prefill is None:
-            return Placement(ask.request, self._offer(decode, ask, tokens, now))
-        return Placement(
-            ask.request,
-            self._offer(decode, ask, tokens, now),
-            self._offer(prefill, ask, ask.tokens, now),
-            prefill.info.address,
-            prefill.info.memory,
-        )
+        prefills = policy.prefill_needs(ask, self._able_prefills(ask, decode.book.model), depths)
+        prefill = policy.best_prefill(ask, prefills, self._config)
+        speed = policy.speed_of([*(need.book for need in prefills), decode.book])
+        choice = split.choose(self._config, decode, prefill, able=bool(prefills), speed=speed)
+        if not choice.local and not prefills:
+            raise Unavailable(
+                f"kv.split is always, and no prefill replica is alive that can hold {ask.tokens} tokens; start one, or "
+                "set kv.split to auto"
+            )
+        if not choice.local and prefill is None:
+            return None  # worth waiting for: a prompt prefilled at decode slows its sequences
+        return self._place(ask, decode, None if choice.local else prefill, choice.reason, now)
 
-    def revoke(self, request: RequestId, now: float) -> None:
-        """Gives up all of a request, also an admission that is still on its way."""
-        self._revoked[request] = now + self._config.offer_ttl_s
-        self._give_up(request)
+    def check(self, ask: Ask, now: float) -> None:
+        """Raises Revoked for what was cancelled, and DoesNotFit for what can never be served."""
+        if any(now < self._given_up.get(id, now) for id in (ask.request, family(ask.request))):
+            raise Revoked(f"request {ask.request} was cancelled")
+        if decodes := self._pool("decode", ask.model):
+            self._refuse_what_never_fits(ask, decodes)
 
-    def activate(self, generation: Generation) -> None:
-        for book in self._books.values():
-            book.activate(generation)
+    def revoke(self, request: RequestId, now: float, *, known: bool = False) -> None:
+        """Gives up all of a request, or one of its choices. Where nothing of it is known its admission may be on its
+        way: that is refused for a while. Where something is, or its caller knows that it waited, it ends here, and
+        its name may be used again."""
+        if not known and not any(family(request) in book.families for book in self._books.values()):
+            self._bury(request, now + self._config.offer_ttl_s)
+        self._revoke(request)
 
-    def release(self, replica: ReplicaId, generation: Generation, beat: int) -> None:
-        """Closes a lease, offered or active. `beat` counts the replica's reports at that moment: none up to
-        it counts."""
-        if book := self._books.get(replica):
-            book.release(generation, beat)
+    def cancel(self, request: RequestId, now: float) -> None:
+        """The same, in its user's words, who may be well ahead of the request: it is refused for a while anyway."""
+        self._bury(request, now + self._config.tombstone_s)
+        self._revoke(request)
+
+    def confirm(self, requests: Iterable[RequestId], now: float) -> None:
+        """These are open at an ingress; the names of their choices are not needed."""
+        self._confirmed.update((family(request), now) for request in requests)
+
+    def release(self, release: Release) -> None:
+        """Closes a lease, offered or active. None of the replica's reports up to its beat counts."""
+        if book := self._books.get(release.replica):
+            book.release(release)
 
     # -- replicas
 
     def register(self, info: ReplicaInfo, report: Report, now: float) -> None:
-        """Takes a replica in, with the leases and the reserve it reports: so a restarted manager gets its
+        """Takes a replica in, with the leases, the reserve and the cache it reports: so a restarted manager gets its
         state back.
 
         All that was known of it before is replaced, unless the report is older than that.
         """
         assert info.id == report.replica
+        assert report.since == 0, "a registration tells of all keys"
         known = self._books.get(info.id)
         if known is not None and report.beat <= known.beat:
             return
@@ -119,13 +142,13 @@ class Ledger:
                     f"replica {info.id} ({mine}) cannot exchange blocks with {other.info.id} ({theirs}), "
                     "although both serve the same model: start them with the same configuration"
                 )
-        book = Book(info)
+        self._forget(info.id)
+        book = self._books[info.id] = Book(info, self._index.add())
         book.reconcile(report, now, epoch=None)
-        self._books[info.id] = book
 
     def heartbeat(self, report: Report, now: float) -> Reply:
         book = self._books.get(report.replica)
-        if book is None:
+        if book is None or report.since > book.version:
             return Reply(report.beat, known=False)
         if report.beat <= book.beat:  # overtaken; the replica ignores the reply as well
             return Reply(report.beat)
@@ -137,82 +160,114 @@ class Ledger:
         """What a peer says of a replica. A false word heals: after "dead" the next heartbeat makes the replica register
         again, and "draining" holds for `silence_s`, unless the replica says so itself."""
         if state == "dead":
-            self._books.pop(replica, None)
+            self._forget(replica)
         elif book := self._books.get(replica):
             book.shunned_until = now + self._config.silence_s
 
     def expire(self, now: float) -> None:
+        since = now - self._config.confirm_s
         for book in list(self._books.values()):
             if now - book.heard >= self._config.silence_s:
-                del self._books[book.info.id]
+                self._forget(book.info.id)
             else:
                 book.expire(now)
-        for request in [r for r, until in self._revoked.items() if now >= until]:
-            del self._revoked[request]
+                book.revoke_unconfirmed(self._confirmed, since)
+        self._confirmed = {request: at for request, at in self._confirmed.items() if at > since}
+        self._given_up = {request: until for request, until in self._given_up.items() if now < until}
 
     # -- what others see
 
     def counts(self, replica: ReplicaId) -> Counts:
-        return self._books[replica].counts()
+        return self._books[replica].blocks.counts()
 
-    def has_decode(self) -> bool:
-        """Whether any decode replica takes new work."""
-        return any(book.state == "alive" for book in self._pool("decode"))
+    def books(self) -> tuple[Book, ...]:
+        """To look at."""
+        return tuple(self._books.values())
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         return tuple(book.info for book in self._books.values())
 
-    def snapshot(self) -> dict[str, Any]:
-        """For the status page: plain values."""
-        return {"epoch": self.epoch, "replicas": [_status(book) for book in self._books.values()]}
+    def geometries(self) -> tuple[Geometry, ...]:
+        """Of the models that are served, each once."""
+        return tuple({book.info.geometry: None for book in self._books.values()})
+
+    @property
+    def evicted(self) -> int:
+        """Cached blocks that were given to someone to write."""
+        return self._evicted + sum(book.blocks.evicted for book in self._books.values())
 
     def check_integrity(self) -> None:
         for book in self._books.values():
             book.check_integrity()
+        self._index.check_integrity([book.shelf for book in self._books.values()])
 
     # -- inside
 
     def _pool(self, role: Role, fingerprint: str | None = None) -> list[Book]:
-        return [
-            b
-            for b in self._books.values()
-            if b.info.role == role and fingerprint in (None, b.info.geometry.fingerprint)
-        ]
+        return [b for b in self._books.values() if b.info.role == role and fingerprint in (None, b.model)]
 
-    def _offer(self, book: Book, ask: Ask, tokens: int, now: float) -> Lease:
+    def _able_prefills(self, ask: Ask, model: str) -> list[Book]:
+        """None, if none is to be used."""
+        if self._config.split == "never":
+            return []
+        may_exclude = self._config.split != "always"
+        return policy.able_prefills(ask, self._pool("prefill", model), may_exclude=may_exclude)
+
+    def _refuse_what_never_fits(self, ask: Ask, decodes: list[Book]) -> None:
+        if any(policy.can_ever_hold(ask, b) for b in decodes):
+            return
+        largest = max(decodes, key=lambda b: b.info.blocks * b.block_size)
+        slots = max(b.info.max_sequences for b in decodes)
+        if ask.n > slots:
+            raise DoesNotFit(f"n is {ask.n}; a decode replica computes at most {slots} answers at once", "n")
+        size = largest.block_size
+        many, lower = (f" in {ask.n} answers", ", or lower n") if ask.n > 1 else ("", "")
+        raise DoesNotFit(
+            f"prompt and max_tokens can take {policy.sizes_of(ask, size).most * size} positions{many}, the largest "
+            f"decode replica holds {largest.info.blocks * size}: shorten the prompt or lower max_tokens{lower}",
+            "max_tokens",
+        )
+
+    def _place(self, ask: Ask, decode: Need, prefill: Need | None, reason: split.Reason, now: float) -> Placement:
+        self._confirmed[family(ask.request)] = now
+        self.splits[reason] += 1
+        size = decode.book.block_size
+        self.asked_tokens += ask.tokens
+        self.hit_tokens += (prefill or decode).cached * size
+        wanted = policy.sizes_of(ask, size)
+        full = ask.tokens // size
+        first, *rest = (choice_id(ask.request, k) for k in range(ask.n)) if ask.n > 1 else (ask.request,)
+        lease = self._offer(decode, first, decode.shared(ask), wanted.decode - decode.cached, now)
+        return Placement(
+            ask.request,
+            lease,
+            self._offer(prefill, ask.request, prefill.shared(ask), prefill.fresh, now) if prefill else None,
+            prefill.book.info.address if prefill else "",
+            prefill.book.info.memory if prefill else b"",
+            tuple(self._offer(decode, each, lease.blocks[:full], wanted.each, now) for each in rest),
+            decode.book.model,
+            reason,
+        )
+
+    def _offer(self, need: Need, request: RequestId, shared: tuple[BlockId, ...], fresh: int, now: float) -> Lease:
         until = now + self._config.offer_ttl_s
-        return book.offer(ask.request, self._next_generation(), book.blocks_for(tokens), until)
+        tokens = need.tokens if need.book.info.role == "prefill" else 0
+        return need.book.offer(request, self._next_generation(), shared, fresh, now, until, tokens)
 
-    def _give_up(self, request: RequestId) -> None:
+    def _bury(self, request: RequestId, until: float) -> None:
+        self._given_up[request] = max(until, self._given_up.get(request, until))
+
+    def _revoke(self, request: RequestId) -> None:
+        name = family(request)
         for book in self._books.values():
-            book.revoke(request)
+            if name in book.families:
+                book.revoke(request)
+
+    def _forget(self, replica: ReplicaId) -> None:
+        if book := self._books.pop(replica, None):
+            self._evicted += book.blocks.evicted
+            self._index.remove(book.shelf)
 
     def _next_generation(self) -> Generation:
         self._counter += 1
         return Generation(self.epoch, self._counter)
-
-
-def _status(book: Book) -> dict[str, Any]:
-    counts = book.counts()
-    return {
-        "id": book.info.id,
-        "role": book.info.role,
-        "state": book.state,
-        "model": book.info.geometry.fingerprint,
-        "address": book.info.address,
-        "pid": book.info.pid,
-        "free": counts.free,
-        "cached": counts.cached,
-        "leased": counts.leased,
-        "reserve": counts.reserve,
-        "total": counts.total,
-        "shortage": book.shortage,
-        "offered": sum(not lease.active for lease in book.leases.values()),
-        "active": sum(lease.active for lease in book.leases.values()),
-        "revoked": len(book.revoked()),
-        "beat": book.beat,  # of the replica's newest report, which says:
-        "reported": book.reported,
-        "held": book.held,
-        "max_sequences": book.info.max_sequences,
-        "cache": list(book.info.cache),
-    }

@@ -1,15 +1,18 @@
-"""The replica's own side of the ledger: who owns each of its blocks. The last word, whatever the manager
-believes.
+"""The replica's own side of the ledger: who uses each of its blocks, and what is in it. The last word, whatever the
+manager believes.
 
 Thread-safe under one lock; knows nothing about torch, Ray, the network or the clock.
 
-    free ──open──▶ owned by a lease ──close──▶ free        a block's tag is the generation it was last
-    free ──apply─▶ reserve ──draw──▶ owned by a lease      granted under; tags only grow, and they outlive
-                   reserve ──report: too much──▶ free      leases
+    unused ──open──▶ used by leases ──the last one closes──▶ unused      a block's tag is the generation it was last
+    unused ──apply─▶ reserve ──draw──▶ used by a lease                   granted under, to be written; tags only grow,
+                     reserve ──report: too much──▶ unused                and they outlive leases
 
-A placement is opened only if every block is free here and its tag is older than the placement. So a
-generation opens at most once, and never after its blocks were granted again: the ledger may be wrong, two
-leases never share a block.
+    no key ──fill: it is whole──▶ key ──granted to be written──▶ no key  a key outlives leases too: that is the cache
+
+A placement is opened only if every block that it may write is unused here and has a tag older than the placement,
+and every block that it takes from the cache has the key that belongs to its position. So a generation opens at most
+once, and never after its blocks were granted again; and the ledger may be wrong, a block that is written has one
+lease, a block that is shared is never written.
 
 The caller sends one report at a time and applies its reply before the next: only the reply to the newest
 report counts, which is what lets the ledger take back grants that this side never saw.
@@ -18,10 +21,11 @@ report counts, which is what lets the ledger take back grants that this side nev
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 from bifolio.protos.errors import StalePlacement
-from bifolio.protos.messages import BlockId, Generation, Lease, ReplicaId, Reply, Report
+from bifolio.protos.messages import BlockId, Generation, Key, Lease, Release, ReplicaId, Reply, Report
 
 NEVER = Generation(0, 0)
 
@@ -37,15 +41,22 @@ class BlockTags:
         self._growth_s = growth_s
         self._lock = threading.Lock()
         self._tags = [NEVER] * (blocks + 1)
-        self._owners: list[Generation | None] = [None] * (blocks + 1)
-        self._leases: dict[Generation, list[BlockId]] = {}
+        self._users = [0] * (blocks + 1)  # open leases that a block belongs to
+        self._keys: list[Key | None] = [None] * (blocks + 1)
+        self._leases: dict[Generation, Lease] = {}
         self._reserve: deque[BlockId] = deque()
         self._in_reserve: set[BlockId] = set()
+        self._used = 0  # blocks with users
         self._beat = self._seen = 0
+        self._version = 0  # changes of keys
+        self._changed: OrderedDict[BlockId, int] = OrderedDict()  # the version of a block's last change, in its order
+        self._confirmed = 0  # the version that the manager has heard of
+        self._said = 0  # the version in the newest report
         self._draws: deque[tuple[float, int]] = deque()  # (time of a report, blocks drawn before it)
         self._drawn = 0  # since the last report
         self._unmet = 0  # the largest draw since the last report that the reserve could not serve
         self._news = False  # since the last report, something that may call for one at once
+        self._refused = False  # since the last report, a placement: the ledger is wrong about these blocks
 
     @property
     def beat(self) -> int:
@@ -55,72 +66,105 @@ class BlockTags:
 
     @property
     def held(self) -> int:
-        """Blocks under leases or in the reserve."""
+        """Blocks under leases, each counted once, or in the reserve."""
         with self._lock:
-            return len(self._reserve) + sum(map(len, self._leases.values()))
+            return self._used + len(self._reserve)
 
     @property
     def due(self) -> bool:
-        """Send a report at once: the reserve is far from what is wanted, and the last report did not say so.
+        """Send a report at once: the ledger was wrong, or the reserve is far from what is wanted and the last report
+        did not say so.
 
         Too small, and sequences starve; too large, and blocks are missed where requests wait for admission.
         """
         with self._lock:
             wanted, have = self._wanted(), len(self._reserve)
-            return self._news and (2 * have < wanted or have > 2 * wanted)
+            return self._refused or (self._news and (2 * have < wanted or have > 2 * wanted))
 
-    def owner(self, block: BlockId) -> Generation | None:
-        """The open lease a block belongs to: what a write is checked against."""
+    def key(self, block: BlockId) -> Key | None:
+        """Of what the block holds, if it is whole."""
         with self._lock:
-            return self._owners[block]
+            return self._keys[block]
 
-    def open(self, lease: Lease) -> None:
+    def tag(self, block: BlockId) -> Generation:
+        """The grant under which the block may be, or was last, written."""
         with self._lock:
-            if lease.generation in self._leases:
-                raise StalePlacement(f"lease {lease.generation} of {self.replica} is open already", self.replica)
-            for block in lease.blocks:
-                owner, tag = self._owners[block], self._tags[block]
-                if owner is not None or block in self._in_reserve or tag >= lease.generation:
-                    holder = f"lease {owner}" if owner is not None else f"generation {tag}"
-                    raise StalePlacement(
-                        f"block {block} of {self.replica} went to {holder}; "
-                        f"the placement under {lease.generation} is stale",
-                        self.replica,
-                    )
-            for block in lease.blocks:
-                self._owners[block] = self._tags[block] = lease.generation
-            self._leases[lease.generation] = list(lease.blocks)
-            self._news = True
+            return self._tags[block]
+
+    def users(self, block: BlockId) -> tuple[Generation, ...]:
+        """The open leases that a block belongs to."""
+        with self._lock:
+            return tuple(g for g, lease in self._leases.items() if block in lease.blocks)
+
+    def open(self, lease: Lease, keys: Sequence[Key] = ()) -> None:
+        """`keys` are those of the lease's tokens: at least one for each block taken from the cache. StalePlacement if
+        the ledger was wrong about a block."""
+        with self._lock:
+            self._check_new(lease.generation)
+            cached, own = lease.blocks[: lease.cached], lease.blocks[lease.cached :]
+            if len(keys) < len(cached):
+                self._refuse(f"{len(cached)} blocks are to come from the cache, its tokens fill {len(keys)}", lease)
+            for block, key in zip(cached, keys, strict=False):
+                if self._keys[block] != key:
+                    self._refuse(f"block {block} of {self.replica} no longer holds what was cached there", lease)
+            self._check_own(own, lease)
+            self._enter(lease, own)
+
+    def fork(self, lease: Lease, parent: Generation) -> None:
+        """Opens a lease that begins with blocks of an open one, which are shared from now on, whatever is in them: the
+        caller vouches that nobody writes them again. StalePlacement as in `open`."""
+        with self._lock:
+            self._check_new(lease.generation)
+            shared, own = lease.blocks[: lease.cached], lease.blocks[lease.cached :]
+            if (theirs := self._leases.get(parent)) is None or theirs.blocks[: lease.cached] != shared:
+                self._refuse(f"lease {parent}, to be forked, is not open or has other blocks", lease)
+            self._check_own(own, lease)
+            self._enter(lease, own)
+
+    def fill(self, generation: Generation, keys: Sequence[Key]) -> None:
+        """The first blocks of a lease, as many as there are keys, are whole from now on. Nothing, if it is closed."""
+        with self._lock:
+            if lease := self._leases.get(generation):
+                for block, key in zip(lease.blocks, keys, strict=False):
+                    if self._keys[block] is None:
+                        self._set_key(block, key)
 
     def draw(self, generation: Generation, n: int) -> tuple[BlockId, ...] | None:
         """Moves n blocks from the reserve to an open lease; None, and nothing moves, when it has fewer."""
         with self._lock:
-            blocks = self._leases[generation]
+            lease = self._leases[generation]
             if len(self._reserve) < n:
                 self._unmet = max(self._unmet, n)
                 return None
             drawn = tuple(self._reserve.popleft() for _ in range(n))
             self._in_reserve.difference_update(drawn)
             for block in drawn:
-                self._owners[block] = generation  # the tag stays that of the grant: it is the newer one
-            blocks.extend(drawn)
+                self._users[block] = 1  # the tag stays that of the grant: it is the newer one
+            self._used += n
+            self._leases[generation] = _longer(lease, drawn)
             self._drawn += n
             self._news = True
             return drawn
 
-    def close(self, generation: Generation) -> int | None:
-        """Frees a lease's blocks. Returns the beat for its release, or None when it is not open."""
+    def close(self, generation: Generation) -> Release | None:
+        """Ends a lease's use of its blocks; None when it is not open."""
         with self._lock:
-            blocks = self._leases.pop(generation, None)
-            if blocks is None:
+            lease = self._leases.pop(generation, None)
+            if lease is None:
                 return None
-            for block in blocks:
-                self._owners[block] = None
+            for block in lease.blocks:
+                self._users[block] -= 1
+                self._used -= not self._users[block]
             self._news = True  # the freed blocks may be what the reserve lacks
-            return self._beat
+            new = tuple(
+                (block, key)
+                for block in lease.blocks
+                if (key := self._keys[block]) is not None and self._changed[block] > self._confirmed
+            )
+            return Release(self.replica, generation, self._beat, new)
 
-    def report(self, now: float) -> Report:
-        """The next report, complete: it serves for registration too. Gives up what the reserve has too
+    def report(self, now: float, *, complete: bool = False) -> Report:
+        """The next report; a complete one, with all keys, is for registration. Gives up what the reserve has too
         much."""
         with self._lock:
             self._draws.append((now, self._drawn))
@@ -130,10 +174,21 @@ class BlockTags:
             wanted = self._wanted()
             while len(self._reserve) > wanted:
                 self._in_reserve.remove(self._reserve.pop())
-            self._unmet, self._news = 0, False
+            self._unmet, self._news, self._refused = 0, False, False
             self._beat += 1
-            leases = {generation: tuple(blocks) for generation, blocks in self._leases.items()}
-            return Report(self.replica, self._beat, leases, tuple(self._reserve), wanted)
+            self._said = self._version
+            since = 0 if complete else self._confirmed
+            return Report(
+                self.replica,
+                self._beat,
+                tuple(self._leases.values()),
+                tuple(self._reserve),
+                wanted,
+                self._used + len(self._reserve),
+                since,
+                self._version,
+                self._changes(since),
+            )
 
     def apply(self, reply: Reply) -> tuple[Generation, ...]:
         """Takes the grant in. Returns the revoked leases that are open: the caller aborts their sequences."""
@@ -141,14 +196,57 @@ class BlockTags:
             if reply.beat != self._beat or reply.beat == self._seen:
                 return ()
             self._seen = reply.beat
+            self._confirmed = self._said if reply.known else 0
             if reply.granted is not None:
                 for block in reply.granted.blocks:
                     # an expired offer may have been opened since the report: its blocks are taken
-                    if self._owners[block] is None:
+                    if not self._users[block]:
                         self._tags[block] = reply.granted.generation
+                        self._set_key(block, None)
                         self._reserve.append(block)
                         self._in_reserve.add(block)
             return tuple(generation for generation in reply.revoked if generation in self._leases)
+
+    # -- with the lock held
+
+    def _check_new(self, generation: Generation) -> None:
+        if generation in self._leases:
+            raise StalePlacement(f"lease {generation} of {self.replica} is open already", self.replica)
+
+    def _check_own(self, own: Sequence[BlockId], lease: Lease) -> None:
+        for block in own:
+            if self._users[block] or block in self._in_reserve or self._tags[block] >= lease.generation:
+                how = "is used by another lease" if self._users[block] else f"went to generation {self._tags[block]}"
+                self._refuse(f"block {block} of {self.replica} {how}", lease)
+
+    def _refuse(self, why: str, lease: Lease) -> None:
+        self._refused = True
+        raise StalePlacement(f"{why}; the placement under {lease.generation} is stale", self.replica)
+
+    def _enter(self, lease: Lease, own: Sequence[BlockId]) -> None:
+        for block in own:
+            self._tags[block] = lease.generation
+            self._set_key(block, None)
+        for block in lease.blocks:
+            self._used += not self._users[block]
+            self._users[block] += 1
+        self._leases[lease.generation] = lease
+        self._news = True
+
+    def _set_key(self, block: BlockId, key: Key | None) -> None:
+        if self._keys[block] != key:
+            self._keys[block] = key
+            self._version += 1
+            self._changed[block] = self._version
+            self._changed.move_to_end(block)
+
+    def _changes(self, since: int) -> tuple[tuple[BlockId, Key | None], ...]:
+        changes = []
+        for block in reversed(self._changed):
+            if self._changed[block] <= since:
+                break
+            changes.append((block, self._keys[block]))
+        return tuple(changes)
 
     def _wanted(self) -> int:
         """The growth of the last seconds, up to an eighth of the cache; but a block for each open lease, and what one
@@ -157,3 +255,7 @@ class BlockTags:
             return 0
         growth = self._drawn + sum(n for _, n in self._draws)
         return max(min(growth, len(self._tags) // 8), len(self._leases), self._unmet)
+
+
+def _longer(lease: Lease, drawn: tuple[BlockId, ...]) -> Lease:
+    return Lease(lease.replica, lease.generation, lease.blocks + drawn, lease.request, lease.cached)

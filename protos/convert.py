@@ -29,6 +29,8 @@ def start_to_pb(start: Start) -> kv_pb2.Start:
         blocks=start.blocks,
         token_ids=start.tokens,
         skip_blocks=start.skip_blocks,
+        cached_blocks=start.cached_blocks,
+        salt=start.salt,
         geometry=geometry_to_pb(start.geometry),
         arrival=start.arrival,
         prompt_logprobs=start.prompt_logprobs,
@@ -45,6 +47,8 @@ def start_from_pb(pb: kv_pb2.Start) -> Start:
         geometry=geometry_from_pb(pb.geometry),
         arrival=pb.arrival,
         skip_blocks=pb.skip_blocks,
+        cached_blocks=pb.cached_blocks,
+        salt=pb.salt,
         prompt_logprobs=pb.prompt_logprobs if pb.HasField("prompt_logprobs") else None,
         memory=pb.memory,
     )

@@ -35,7 +35,7 @@ class Geometry(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "generation", "blocks", "token_ids", "skip_blocks", "geometry", "arrival", "prompt_logprobs", "memory")
+    __slots__ = ("request_id", "generation", "blocks", "token_ids", "skip_blocks", "geometry", "arrival", "prompt_logprobs", "cached_blocks", "salt", "memory")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,8 @@ class Start(_message.Message):
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     generation: Generation
@@ -53,8 +55,10 @@ class Start(_message.Message):
     geometry: Geometry
     arrival: float
     prompt_logprobs: int
+    cached_blocks: int
+    salt: str
     memory: bytes
-    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., skip_blocks: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., arrival: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ..., memory: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., skip_blocks: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., arrival: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., memory: _Optional[bytes] = ...) -> None: ...
 
 class PromptLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top_ids", "top_logprobs")

@@ -6,6 +6,7 @@ seconds since the epoch, every other time is a duration, so that no two clocks a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, NewType
 
@@ -14,6 +15,7 @@ MOST_LOGPROBS = 20  # of the most probable tokens at one place, as in OpenAI's A
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
 BlockId = NewType("BlockId", int)
+Key = NewType("Key", bytes)  # of a full block: a hash over its tokens and all before them (`kv_manager/keys.py`)
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
@@ -44,6 +46,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     min_tokens: int = 0  # stop ids are not chosen before
     seed: int = 0
+    choice: int = 0  # which of the request's answers this is: each draws random numbers of its own
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence included, unless the user ignores it
     logprobs: int | None = None  # also report each token's, and those of so many most probable ones
 
@@ -66,6 +69,10 @@ class Request:
     arrival: float
     generated: tuple[int, ...] = ()
     prompt_logprobs: int | None = None  # also report the prompt's tokens', and those of so many most probable ones
+    n: int = 1  # answers from one prefill: choices 0 .. n - 1. Placed again, each is a request of its own
+    salt: str = ""  # blocks are shared with requests of the same salt alone
+    tenant: str = ""  # whose turn it is, where requests wait
+    priority: int = 0  # lower goes first
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -77,39 +84,67 @@ class Request:
         return len(self.prompt) + self.sampling.max_tokens - 1
 
 
+def choice_id(request: RequestId, choice: int) -> RequestId:
+    """The name of one of several answers of a request: of its lease, and of itself where it is placed again."""
+    return RequestId(f"{request}#{choice}")
+
+
+def family(request: RequestId) -> RequestId:
+    """The request that this is an answer of: itself, unless it is named as one of several."""
+    return RequestId(request.partition("#")[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What admission needs to know of a request."""
 
     request: RequestId
     tokens: int  # its history: prompt and tokens generated so far
-    most_tokens: int  # positions it can ever occupy
+    most_tokens: int  # positions it can ever occupy, each of its choices
     arrival: float  # kept when a request is placed again
     exclude: tuple[ReplicaId, ...] = ()  # replicas that failed it
+    n: int = 1  # choices, which share the prompt's full blocks
+    # By the model's fingerprint: keys of the history's full blocks. Without, nothing of it is taken from a cache
+    keys: Mapping[str, tuple[Key, ...]] = field(default_factory=dict, repr=False)
+    model: str | None = None  # fingerprint of the model it began with, once it has tokens: no other may go on
+    tenant: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right of one request to blocks of one replica. `blocks[i]` holds positions i*block_size onwards."""
+    """The right of one request to blocks of one replica. `blocks[i]` holds positions i*block_size onwards.
+
+    The first `cached` blocks are complete already and may be shared: they are read and never written.
+    """
 
     replica: ReplicaId
     generation: Generation
     blocks: tuple[BlockId, ...]
+    request: RequestId = RequestId("")
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The KV manager's answer to a request. `prefill` is None when the decode replica prefills itself."""
+    """The KV manager's answer to a request. `prefill` is None when the decode replica prefills itself.
+
+    With n > 1 choices, `decode` is the first one's lease and `forks` are those of the others: each begins with the
+    prompt's full blocks of `decode`, shared, and goes on with blocks of its own.
+    """
 
     request: RequestId
     decode: Lease
     prefill: Lease | None = None
     prefill_address: str = ""
     prefill_memory: bytes = field(default=b"", repr=False)  # as in ReplicaInfo
+    forks: tuple[Lease, ...] = ()
+    model: str = ""  # fingerprint of the replicas' model
+    reason: str = ""  # why it is split or not: one of kv_manager/split.py
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+        return (self.decode, *self.forks) if self.prefill is None else (self.decode, *self.forks, self.prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +183,43 @@ class ReplicaInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """A replica's word on its own blocks, complete: what is not listed is not held.
+class Speeds:
+    """What a replica has measured lately; 0 is not yet."""
 
-    `beat` counts the replica's reports.
+    prefill: float = 0.0  # prompt tokens computed in a second
+    transfer: float = 0.0  # seconds that a hand-over added to the prefill it came with; decode replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A replica's word on its own blocks. Of leases and reserve it is complete: what is not listed is not held.
+
+    Of the cache it says what changed after `since`, a version that the manager has confirmed; 0 is the beginning, so
+    that all keys are there. `beat` counts the replica's reports, `version` the changes of its blocks' keys.
     """
 
     replica: ReplicaId
     beat: int
-    leases: dict[Generation, tuple[BlockId, ...]] = field(default_factory=dict)
+    leases: tuple[Lease, ...] = ()
     reserve: tuple[BlockId, ...] = ()  # granted for growth and not drawn yet
     reserve_wanted: int = 0
+    held: int = 0  # blocks under leases, each once, or in the reserve
+    since: int = 0
+    version: int = 0
+    keys: tuple[tuple[BlockId, Key | None], ...] = field(default=(), repr=False)  # None: the block holds nothing whole
     draining: bool = False  # the replica is leaving and takes no new work
+    speeds: Speeds = Speeds()
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A lease is closed at its replica, which had sent `beat` reports by then. `keys`: of those of its blocks whose
+    keys the manager may not know yet."""
+
+    replica: ReplicaId
+    generation: Generation
+    beat: int
+    keys: tuple[tuple[BlockId, Key], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +243,8 @@ class Start:
     geometry: Geometry
     arrival: float
     skip_blocks: int = 0  # leading blocks the decode side already has
+    cached_blocks: int = 0  # leading blocks of the lease that are complete already
+    salt: str = ""  # as in Request
     prompt_logprobs: int | None = None  # as in Request
     memory: bytes = field(default=b"", repr=False)  # as in ReplicaInfo: blocks are copied from there
 
@@ -220,13 +282,15 @@ class Moved:
 
     blocks: int = 0
     bytes: int = 0
+    cached: int = 0  # tokens of the history that nobody had to compute
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens since the last message of a decode stream, and in the last one how it ended.
+    """Tokens of one choice since the last message of a decode stream, and in its last one how it ended.
 
-    `resumable` names the error (class name, message, replica to avoid) after which the request is placed again.
+    `resumable` names the error (class name, message, replica to avoid) after which the request is placed again: of
+    `choice`, or, where that is None, all that have not ended.
     """
 
     tokens: tuple[int, ...] = ()
@@ -236,3 +300,4 @@ class Delta:
     moved: Moved | None = None  # with the first token
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token, as in Commit
+    choice: int | None = 0

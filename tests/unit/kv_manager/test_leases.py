@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from ledger_kit import Side, ask, grown, info, placed
+from ledger_kit import CONFIG, Side, ask, grown, info, placed
 
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.protos.errors import Revoked, StalePlacement
-from bifolio.protos.messages import (
-    ReplicaId,
-    RequestId,
-)
+from bifolio.protos.messages import Release, ReplicaId, RequestId
 
 # -- leases
 
@@ -24,33 +23,33 @@ def test_an_offer_dies_by_time_alone(ledger: Ledger, decode: Side) -> None:
     assert ledger.counts(decode.info.id).free == 8
 
 
-@pytest.mark.parametrize("by", ["activate", "beat"])
-def test_an_active_lease_outlives_the_offer(ledger: Ledger, decode: Side, by: str) -> None:
+def test_a_lease_that_a_report_lists_outlives_the_offer(ledger: Ledger, decode: Side) -> None:
     lease = placed(ledger, ask("a")).decode
     decode.tags.open(lease)
-    if by == "activate":
-        ledger.activate(lease.generation)
-    else:
-        decode.beat(1)
+    assert decode.status("offered") == 1
+    decode.beat(1)
+    ledger.expire(9.9)
+    assert (decode.status("offered"), decode.status("active"), decode.status("revoked")) == (0, 1, 0)
+    ledger.confirm([RequestId("a")], 9.9)
     ledger.expire(11)
-    assert decode.status("active") == 1
+    assert (decode.status("active"), decode.status("revoked")) == (1, 0)
 
 
-def test_a_report_that_an_activation_overtook_does_not_close(ledger: Ledger, decode: Side) -> None:
+def test_a_report_from_before_the_opening_does_not_close(ledger: Ledger, decode: Side) -> None:
     lease = placed(ledger, ask("a")).decode
     before = decode.tags.report(0)
     decode.tags.open(lease)
-    ledger.activate(lease.generation)
     ledger.heartbeat(before, 1)
-    assert decode.status("active") == 1
+    assert decode.status("offered") == 1
 
 
-def test_an_activated_lease_that_no_report_ever_lists_ends(ledger: Ledger, decode: Side) -> None:
+def test_a_lease_that_no_report_ever_lists_ends_like_an_offer(ledger: Ledger, decode: Side) -> None:
     lease = placed(ledger, ask("a")).decode
     decode.tags.open(lease)
-    ledger.activate(lease.generation)
     decode.tags.close(lease.generation)  # the release is lost
-    decode.beat(10)
+    decode.beat(9)
+    assert decode.status("offered") == 1
+    ledger.expire(10)
     assert ledger.counts(decode.info.id).free == 8
 
 
@@ -72,7 +71,7 @@ def test_release_closes_and_repeats_do_nothing(ledger: Ledger, decode: Side, ope
     for _ in range(3):
         decode.release(lease.generation)
     decode.beat(2)
-    ledger.release(ReplicaId("nobody"), lease.generation, 1)
+    ledger.release(Release(ReplicaId("nobody"), lease.generation, 1))
     assert ledger.counts(decode.info.id).free == 8
 
 
@@ -198,9 +197,40 @@ def test_a_revoked_offer_ends_at_the_next_report_or_by_time(ledger: Ledger, deco
     assert ledger.counts(decode.info.id).free == 8
 
 
-def test_revoke_refuses_an_admission_that_comes_later(ledger: Ledger, decode: Side) -> None:
-    ledger.revoke(RequestId("a"), 0)
+@pytest.mark.parametrize(("by", "seconds"), [(Ledger.revoke, CONFIG.offer_ttl_s), (Ledger.cancel, CONFIG.tombstone_s)])
+def test_an_admission_that_comes_after_the_end_is_refused_for_a_while(
+    ledger: Ledger, decode: Side, by: Callable[[Ledger, RequestId, float], None], seconds: float
+) -> None:
+    by(ledger, RequestId("a"), 0)
+    decode.beat(seconds - 0.1)
+    for name in ("a", "a#0", "a#1"):
+        with pytest.raises(Revoked):
+            ledger.check(ask(name), seconds - 0.1)
+        with pytest.raises(Revoked):
+            ledger.admit(ask(name), seconds - 0.1)
+    assert placed(ledger, ask("ab"), seconds - 0.1)
+    ledger.expire(seconds)
+    assert placed(ledger, ask("a"), seconds)
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_what_was_there_when_it_was_revoked_may_come_again(ledger: Ledger, decode: Side, waited: bool) -> None:
+    """Only a cancel is for good, as long as a late admission may be on its way."""
+    if not waited:
+        placed(ledger, ask("a"))
+    ledger.revoke(RequestId("a"), 0, known=waited)
+    again = placed(ledger, ask("a"), 1)
+    ledger.cancel(RequestId("a"), 2)
+    assert decode.beat(2) == ()
+    assert decode.status("offered") == 0, again
     with pytest.raises(Revoked):
-        ledger.admit(ask("a"), 9.9)
-    ledger.expire(10)
-    assert placed(ledger, ask("a"), 10)
+        ledger.check(ask("a"), 3)
+
+
+def test_a_tombstone_is_not_shortened(ledger: Ledger, decode: Side) -> None:
+    """An ingress that leaves a request both cancels and revokes it."""
+    ledger.cancel(RequestId("a"), 0)
+    ledger.revoke(RequestId("a"), 0)
+    decode.beat(59)
+    with pytest.raises(Revoked):
+        ledger.admit(ask("a"), 59)

@@ -11,12 +11,18 @@ from pydantic import ValidationError
 
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.ledger import Ledger
-from bifolio.protos.errors import DoesNotFit, GeometryMismatch
+from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Unavailable
 from bifolio.protos.messages import (
     ReplicaId,
     Reply,
     Report,
 )
+
+
+@pytest.fixture
+def always() -> Ledger:
+    return Ledger(1, CONFIG.model_copy(update={"split": "always"}))
+
 
 # -- registration
 
@@ -35,8 +41,20 @@ def test_another_layout_is_refused_and_both_are_named(ledger: Ledger, decode: Si
 
 
 def test_other_models_are_other_groups(ledger: Ledger, decode: Side) -> None:
-    Side(ledger, replace(info("p", "prefill"), geometry=replace(GEOMETRY, fingerprint="other", block_size=16)))
-    assert placed(ledger, ask("a")).prefill is None
+    other = replace(GEOMETRY, fingerprint="other", block_size=16)
+    Side(ledger, replace(info("p", "prefill"), geometry=other))
+    assert placed(ledger, ask("a", 24)).prefill is None
+    assert ledger.geometries() == (GEOMETRY, other)
+
+
+def test_a_request_with_tokens_stays_with_its_model(ledger: Ledger) -> None:
+    Side(ledger, replace(info("e"), geometry=replace(GEOMETRY, fingerprint="other")))
+    assert ledger.admit(ask("a", model="m"), 0) is None
+    Side(ledger, info("d", max_sequences=1))
+    placement = placed(ledger, ask("a", model="m"))
+    assert (placement.decode.replica, placement.model) == ("d", "m")
+    assert ledger.admit(ask("b", model="m"), 0) is None  # e has room
+    assert placed(ledger, ask("c")).model == "other"
 
 
 def test_registration_adopts_the_leases_it_reports(ledger: Ledger, decode: Side) -> None:
@@ -57,9 +75,11 @@ def test_registration_adopts_the_leases_it_reports(ledger: Ledger, decode: Side)
 
 
 def test_registration_replaces_what_was_known(ledger: Ledger, decode: Side) -> None:
-    placed(ledger, ask("a"))
+    decode.serve(ask("a", text=1))
+    placed(ledger, ask("b"))
     decode.register(1)
-    assert ledger.counts(decode.info.id).free == 8
+    counts = ledger.counts(decode.info.id)
+    assert (counts.free, counts.cached) == (7, 1)
 
 
 def test_a_late_registration_changes_nothing(ledger: Ledger, decode: Side) -> None:
@@ -79,11 +99,22 @@ def test_a_placement_has_room_for_the_history_and_one_more(ledger: Ledger, decod
     assert len(placed(ledger, ask("b", tokens=4, most=4)).decode.blocks) == 1  # its only token is never fed back
 
 
+def test_what_has_tokens_waits_for_a_block_more(ledger: Ledger) -> None:
+    """Or it would starve again before all others."""
+    decode = Side(ledger, info("d", blocks=3))
+    assert len(placed(ledger, ask("a", tokens=6, most=12, model="m")).decode.blocks) == 3
+    decode.beat(1)
+    ledger.expire(10)
+    assert len(placed(ledger, ask("b", tokens=6, most=7, model="m"), 10).decode.blocks) == 2  # never takes more
+    assert ledger.admit(ask("c", tokens=2, most=12, model="m"), 10) is None
+    assert placed(ledger, ask("c", tokens=2, most=12), 10)
+
+
 def test_prefill_gets_room_for_the_history(ledger: Ledger, decode: Side) -> None:
     Side(ledger, replace(info("p", "prefill"), memory=b"memory of p"))
-    placement = placed(ledger, ask("a", tokens=4))
+    placement = placed(ledger, ask("a", tokens=24))
     assert placement.prefill is not None
-    assert len(placement.prefill.blocks) == 1
+    assert (len(placement.prefill.blocks), len(placement.decode.blocks)) == (6, 7)
     assert (placement.prefill_address, placement.prefill_memory) == ("p:1", b"memory of p")
     assert placement.prefill.generation > placement.decode.generation
 
@@ -94,10 +125,18 @@ def test_without_decode_replicas_it_is_not_now(ledger: Ledger) -> None:
 
 
 def test_what_never_fits_is_refused(ledger: Ledger, decode: Side) -> None:
-    with pytest.raises(DoesNotFit, match=r"33 positions.*holds 32") as error:
+    with pytest.raises(DoesNotFit, match=r"36 positions.*holds 32") as error:
         ledger.admit(ask("a", 4, 33), 0)
     assert error.value.field == "max_tokens"
     assert placed(ledger, ask("a", 4, 32))
+
+
+def test_what_never_fits_is_known_before_it_waits(ledger: Ledger, decode: Side) -> None:
+    placed(ledger, ask("x", 27))
+    with pytest.raises(DoesNotFit):
+        ledger.check(ask("a", 4, 33), 0)
+    ledger.check(ask("a", 4, 32), 0)
+    assert decode.status("offered") == 1
 
 
 def test_a_replica_that_is_too_small_is_not_chosen(ledger: Ledger, decode: Side) -> None:
@@ -124,18 +163,79 @@ def test_fewest_leases_then_most_free_blocks(ledger: Ledger, decode: Side) -> No
     assert [placed(ledger, ask(n)).decode.replica for n in "abcd"] == ["e", "d", "e", "d"]
 
 
-def test_a_busy_prefill_pool_is_waited_for(ledger: Ledger, decode: Side) -> None:
-    Side(ledger, info("p", "prefill", blocks=1))
-    assert placed(ledger, ask("a", 4)).prefill is not None
-    assert ledger.admit(ask("b", 4), 0) is None
+LONG = 4 * CONFIG.local_blocks + 1  # tokens: too many for a decode replica, if a prefill replica is there
+
+
+def test_a_busy_prefill_pool_is_waited_for(ledger: Ledger) -> None:
+    Side(ledger, info("d", blocks=32))
+    Side(ledger, info("p", "prefill", blocks=5))
+    assert placed(ledger, ask("a", LONG)).prefill is not None
+    assert ledger.admit(ask("b", LONG), 0) is None
+    assert placed(ledger, ask("short", LONG - 1)).prefill is None
+
+
+def test_a_prefill_replica_is_given_two_seconds_of_tokens(ledger: Ledger) -> None:
+    Side(ledger, info("d", blocks=400, max_sequences=16))
+    prefill = Side(ledger, info("p", "prefill", blocks=400, max_sequences=16))
+    prefill.speed(100, 1)
+    placed(ledger, ask("a", 150))
+    assert ledger.admit(ask("b", 60), 1) is None
+    prefill.release(placed(ledger, ask("b", 50), 1).prefill.generation)  # type: ignore[union-attr]
+    assert prefill.status("queued_tokens") == 150
+    prefill.speed(1000, 2)
+    assert placed(ledger, ask("c", 400), 2).prefill is not None
+
+
+def test_what_takes_longer_than_that_goes_to_one_that_has_nothing_to_do(ledger: Ledger) -> None:
+    Side(ledger, info("d", blocks=400))
+    Side(ledger, info("p", "prefill", blocks=400)).speed(1, 1)
+    first = placed(ledger, ask("a", 400), 1)
+    assert first.prefill is not None
+    assert ledger.admit(ask("b", LONG), 1) is None
 
 
 def test_decode_prefills_when_no_prefill_replica_is_able(ledger: Ledger, decode: Side) -> None:
-    prefill = Side(ledger, info("p", "prefill", blocks=1))
-    assert placed(ledger, ask("long", 5)).prefill is None
-    assert placed(ledger, ask("excluded", 4, exclude=("p",))).prefill is None
-    ledger.report_state(prefill.info.id, "draining", 0)
-    assert placed(ledger, ask("draining", 4)).prefill is None
+    prefill = Side(ledger, info("p", "prefill", blocks=LONG // 4))
+    assert placed(ledger, ask("long", LONG)).reason == "no_prefill"
+    decode.beat(1)
+    ledger.expire(10)
+    Side(ledger, info("q", "prefill"))
+    placement = placed(ledger, ask("excluded", LONG, exclude=("p", "q")), 10)
+    assert (placement.prefill, placement.reason) == (None, "no_prefill")
+    ledger.expire(20)
+    ledger.report_state(prefill.info.id, "draining", 20)
+    ledger.report_state(ReplicaId("q"), "draining", 20)
+    assert placed(ledger, ask("draining", LONG), 20).prefill is None
+
+
+def test_split_always_raises_without_a_prefill_replica(always: Ledger) -> None:
+    Side(always, info("d"))
+    with pytest.raises(Unavailable, match=r"kv\.split is always, and no prefill replica is alive"):
+        always.admit(ask("a", 1), 0)
+    prefill = Side(always, info("p", "prefill"))
+    assert placed(always, ask("a", 1)).prefill is not None
+    assert placed(always, ask("a", 1, exclude=("p",))).prefill is not None  # the only one: a preference
+    always.report_state(prefill.info.id, "draining", 0)
+    with pytest.raises(Unavailable):
+        always.admit(ask("b", 1), 0)
+    always.check_integrity()
+
+
+def test_split_always_waits_for_a_busy_one(always: Ledger) -> None:
+    Side(always, info("d"))
+    Side(always, info("p", "prefill", max_sequences=1))
+    placed(always, ask("a", 1))
+    assert always.admit(ask("b", 1), 0) is None
+    always.check_integrity()
+
+
+def test_split_never_uses_none() -> None:
+    ledger = Ledger(1, CONFIG.model_copy(update={"split": "never"}))
+    Side(ledger, info("d"))
+    Side(ledger, info("p", "prefill"))
+    placement = placed(ledger, ask("a", LONG))
+    assert (placement.prefill, placement.reason) == (None, "never")
+    ledger.check_integrity()
 
 
 def test_an_excluded_decode_replica_is_avoided_unless_it_is_the_only_one(ledger: Ledger, decode: Side) -> None:
@@ -214,7 +314,7 @@ def test_a_replicas_own_word_that_it_leaves_survives_a_restart_of_the_manager(de
     leaving = replace(decode.tags.report(1), draining=True)
     restarted = Ledger(2, CONFIG)
     restarted.register(decode.info, leaving, 2)
-    assert not restarted.has_decode()
+    assert restarted.admit(ask("a"), 2) is None
     restarted.heartbeat(replace(decode.tags.report(3), draining=True), 3)
     restarted.expire(20)
     assert restarted.admit(ask("a"), 20) is None

@@ -1,200 +1,190 @@
-"""The ledger and the replicas' tags under every order of events, over a network that loses, delays and reorders.
+"""The ledger, the queue before it and the replicas' tags, under every order of events, over a network that loses,
+delays, reorders and repeats.
 
-Rules put messages on the wire and take any one off it. What must hold at all times: no block is in two places in the
-ledger, no two open leases share a block at a replica. What must hold in the end, once the network is kind again and
-everybody has left: every block is free on both sides. BIFOLIO_FUZZ_STEPS=100000 runs that many steps.
+Rules put messages on the wire and take any one off it. Prompts come from a few texts that begin alike, so that hits,
+partial hits, equal prompts and blocks that are whole twice happen all the time. What must hold at every step: in the
+ledger each block is in one place; at a replica what `recorded_replica.py` asserts. What must hold in the end, once the
+network is kind again: both sides agree on leases and keys, every request was admitted or refused, no placement is
+stale; a new ledger learns all that is cached; and when everybody has left, every block is back.
+BIFOLIO_FUZZ_STEPS=20000 runs that many steps more.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from typing import Literal
 
 import hypothesis.strategies as st
+from cell_messages import Asked, CalledDead, Confirmed, GivenUp, Opened, Registered
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ledger_kit import GEOMETRY, keys_of
+from simulated_cell import BLOCKS, CONFIG, SHARED, SIZE, SimulatedCell, confirmed, text
 
-from bifolio.kv_manager.config import KvConfig
-from bifolio.kv_manager.ledger import Ledger
-from bifolio.kv_manager.tags import NEVER, BlockTags
-from bifolio.protos.errors import DoesNotFit, Revoked, StalePlacement
-from bifolio.protos.messages import (
-    Ask,
-    BlockId,
-    Generation,
-    Geometry,
-    Lease,
-    ReplicaId,
-    ReplicaInfo,
-    Reply,
-    Report,
-    RequestId,
-    Role,
-)
+from bifolio.protos.messages import Ask, Release, RequestId
 
 STEPS = 100
-BLOCKS = 4  # so few that the same blocks are granted again and again
-BLOCK_SIZE = 4
-CONFIG = KvConfig(offer_ttl_s=10, silence_s=40)  # apart, so that offers expire at replicas that are well
-
 requests = st.integers(0, 5)
 picks = st.integers(0, 11)
+prompts = st.tuples(st.integers(0, len(SHARED) - 1), st.integers(1, 5 * SIZE))
+lengths = st.integers(0, 2 * SIZE)
+choices = st.sampled_from([1, 1, 2, 3])
 
 
-@dataclass
-class Replica:
-    """A replica's process: its tags, and a second record of who owns what, kept the simplest way there is."""
-
-    info: ReplicaInfo
-    tags: BlockTags
-    open: dict[Generation, set[BlockId]] = field(default_factory=dict)
-    newest: dict[BlockId, Generation] = field(default_factory=dict)  # that opened with it
-
-
-@dataclass(frozen=True)
-class Opened:
-    lease: Lease
-
-
-@dataclass(frozen=True)
-class Released:
-    replica: ReplicaId
-    generation: Generation
-    beat: int
-
-
-@dataclass(frozen=True)
-class Answered:
-    replica: ReplicaId
-    reply: Reply
-
-
-@dataclass(frozen=True)
-class Registered:
-    info: ReplicaInfo
-    report: Report
-
-
-@dataclass(frozen=True)
-class ReportedDead:
-    replica: ReplicaId
-
-
-Message = Opened | Released | Answered | Registered | ReportedDead | Report | RequestId | Generation
-
-
-class Cell(RuleBasedStateMachine):
+class Cell(SimulatedCell, RuleBasedStateMachine):
     def __init__(self) -> None:
-        super().__init__()
-        self.now = 1000.0
-        self.epoch = 1
-        self.ledger = Ledger(self.epoch, CONFIG)
-        self.replicas: dict[ReplicaId, Replica] = {}
-        self.wire: list[Message] = []
-        self.born = 0
+        SimulatedCell.__init__(self)
+        RuleBasedStateMachine.__init__(self)
 
     # -- replicas and the manager come and go
 
-    @initialize()
-    def begin(self) -> None:
-        self.start_replica("decode")
-        self.start_replica("prefill")
+    @initialize(split=st.sampled_from(["auto", "auto", "always", "never"]))
+    def begin(self, split: Literal["auto", "always", "never"]) -> None:
+        self.config = CONFIG.model_copy(update={"split": split})
+        self.start_manager()
+        for role in ("decode", "decode", "prefill"):
+            self.start_replica(role)
         self.deliver_all()
-
-    def start_replica(self, role: Role) -> None:
-        self.born += 1
-        geometry = Geometry("m", 1, 1, 8, BLOCK_SIZE, "float32")
-        info = ReplicaInfo(ReplicaId(f"{role}{self.born}"), role, geometry, BLOCKS, "host:1", max_sequences=4)
-        tags = BlockTags(info.id, info.blocks, grows=role == "decode")
-        self.replicas[info.id] = Replica(info, tags)
-        self.wire.append(Registered(info, tags.report(self.now)))
 
     @rule(what=st.sampled_from(["replica", "manager", "called dead", "draining", "silence"]), pick=picks)
     def disaster(self, what: str, pick: int) -> None:
         replica = self.some_replica(pick)
+        self.undisturbed &= what != "manager"
         match what:
             case "replica":  # another process takes its place; what the old one sent is still on its way
                 del self.replicas[replica.info.id]
                 self.start_replica(replica.info.role)
-            case "manager":
-                self.epoch += 1
-                self.ledger = Ledger(self.epoch, CONFIG)
+            case "manager":  # its replies are still on their way too
+                self.start_manager()
             case "called dead":
-                self.wire.append(ReportedDead(replica.info.id))
+                self.wire.append(CalledDead(replica.info.id))
             case "draining":
                 self.ledger.report_state(replica.info.id, "draining", self.now)
             case "silence":
                 self.time_passes(CONFIG.silence_s)
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.ledger.expire(self.now)
+    def wait(self, seconds: float) -> None:
+        self.time_passes(seconds)
 
     # -- requests
 
-    @rule(request=requests, tokens=st.integers(1, 9), more=st.integers(0, 7))
-    def serve(self, request: int, tokens: int, more: int) -> None:
-        """As nearly always in life: the placement is opened at once, and the next beat fills the reserve."""
-        self.admit(request, tokens, more, None, prompt=True)
-        self.beat_all()
+    @rule(
+        asks=st.lists(st.tuples(requests, prompts, lengths, choices), min_size=1, max_size=4),
+        work=st.integers(0, 6 * SIZE),
+        beats=st.booleans(),
+        leave=st.lists(picks, max_size=4),
+        late=st.sampled_from([False, False, True]),
+    )
+    def serve(
+        self, asks: list[tuple[int, tuple[int, int], int, int]], work: int, beats: bool, leave: list[int], late: bool
+    ) -> None:
+        """As nearly always in life: what is placed is opened and computed at once, beats fill the reserve, and
+        releases arrive. What was on its way before stays there; `late`: until its offer has ended."""
+        late_ones = [m for m in self.wire if isinstance(m, Opened)] if late else []
+        if late_ones:
+            self.time_passes(CONFIG.offer_ttl_s)
+        if beats or not self.models():
+            self.beat_all()
+            self.take_all(0, Registered)
+        mark = len(self.wire)
+        for ask in asks:
+            self.ask(*ask)
+        self.take_all(mark, Opened)
+        for replica, generation in self.jobs("prefill", "decode"):
+            replica.compute(generation, work)
+            self.prefilled(replica, generation)
+        for pick in leave:
+            if self.jobs("decode", "prefill"):
+                self.leave(pick)
+        self.take_all(mark, Release)
+        for message in late_ones:
+            self.take(message)
 
     @rule(
         request=requests,
-        tokens=st.integers(1, 9),
-        more=st.integers(0, 7),
-        pick=st.none() | picks,
-        prompt=st.booleans(),
+        prompt=prompts,
+        more=lengths,
+        n=choices,
+        exclude=st.none() | picks,
+        known=st.sampled_from([True, True, True, False]),
     )
-    def admit(self, request: int, tokens: int, more: int, pick: int | None, prompt: bool) -> None:
-        exclude = () if pick is None else (self.some_replica(pick).info.id,)
-        ask = Ask(RequestId(f"r{request}"), tokens, tokens + more, 0.0, exclude)
-        try:
-            placement = self.ledger.admit(ask, self.now)
-        except (DoesNotFit, Revoked):
-            return
-        if placement is not None:
-            assert placement.prefill is None or placement.prefill.replica not in exclude
-            for lease in placement.leases:
-                self.send(Opened(lease), prompt)
+    def ask(
+        self,
+        request: int,
+        prompt: tuple[int, int],
+        more: int,
+        n: int = 1,
+        exclude: int | None = None,
+        known: bool = True,
+    ) -> None:
+        tokens = text(*prompt)
+        ask = Ask(
+            RequestId(f"r{request}"),
+            len(tokens),
+            len(tokens) + more,
+            self.now,
+            () if exclude is None else (self.some_replica(exclude).info.id,),
+            n,
+            {GEOMETRY.fingerprint: keys_of(tokens)} if known else {},
+            tenant=f"t{request % 2}",
+            priority=request % 3 // 2,
+        )
+        self.take_in(Asked(ask, tokens))
 
-    @rule(request=requests)
-    def revoke(self, request: int) -> None:
-        self.wire.append(RequestId(f"r{request}"))
-
-    @rule(pick=picks, n=st.sampled_from([1, 1, 2]))
-    def draw(self, pick: int, n: int) -> None:
-        if leases := self.open_leases("decode"):
-            replica, generation = leases[pick % len(leases)]
-            drawn = replica.tags.draw(generation, n)
-            assert drawn is None or len(drawn) == n
-            self.owns(replica, generation, drawn or ())
-
+    @precondition(lambda self: self.jobs("decode"))
     @rule(pick=picks)
-    def close(self, pick: int) -> None:
-        if leases := self.open_leases("decode") + self.open_leases("prefill"):
-            self.close_lease(*leases[pick % len(leases)])
+    def end_early(self, pick: int) -> None:
+        """As when a sequence is preempted: it is placed again with the tokens it has, in the name of its choice."""
+        replica, generation = self.some_job(pick, "decode")
+        job = replica.jobs[generation]
+        self.close(replica, generation)
+        request = job.lease.request
+        if job.waits is not None or job.computed < job.prompt or len(job.tokens) >= job.most:
+            return
+        keys = {GEOMETRY.fingerprint: keys_of(job.tokens)}
+        ask = Ask(request, len(job.tokens), job.most, 0.0, (), 1, keys, GEOMETRY.fingerprint)
+        self.take_in(Asked(ask, job.tokens, job.choice))
+        self.seen["placed again"] += 1
+
+    @rule(request=requests, choice=st.sampled_from(["", "", "#0", "#1"]), how=st.sampled_from(["revoke", "cancel"]))
+    def give_up(self, request: int, choice: str, how: Literal["revoke", "cancel"]) -> None:
+        self.wire.append(GivenUp(RequestId(f"r{request}{choice}"), how))
+
+    @rule()
+    def confirm(self) -> None:
+        self.wire.append(Confirmed(tuple(filter(confirmed, self.open))))
+
+    # -- what replicas do
+
+    @precondition(lambda self: self.jobs("decode", "prefill"))
+    @rule(pick=picks, positions=st.integers(1, 6 * SIZE))
+    def compute(self, pick: int, positions: int) -> None:
+        replica, generation = self.some_job(pick, "decode", "prefill")
+        replica.compute(generation, positions)
+        self.prefilled(replica, generation)
+
+    @precondition(lambda self: self.jobs("decode", "prefill"))
+    @rule(pick=picks)
+    def leave(self, pick: int) -> None:
+        self.close(*self.some_job(pick, "decode", "prefill"))
+
+    @precondition(lambda self: self.jobs("decode"))
+    @rule(pick=picks, n=st.integers(2, 4))
+    def draw(self, pick: int, n: int) -> None:
+        """More at once than one sequence needs."""
+        replica, generation = self.some_job(pick, "decode")
+        replica.draw(generation, n)
 
     @rule(pick=picks)
     def beat(self, pick: int) -> None:
-        self.wire.append(self.some_replica(pick).tags.report(self.now))
+        self.wire.append(self.some_replica(pick).report(self.now))
 
     @rule(twice=st.booleans())
-    def beat_all(self, twice: bool = False) -> None:
-        for replica in list(self.replicas.values()):
-            self.take(replica.tags.report(self.now))
-            reply = self.wire.pop()
-            self.take(reply)
-            if twice:
-                self.take(reply)
+    def beat_at_once(self, twice: bool) -> None:
+        self.beat_all(twice)
 
     # -- the network
-
-    def send(self, message: Message, prompt: bool) -> None:
-        if prompt:
-            self.take(message)
-        else:
-            self.wire.append(message)
 
     @precondition(lambda self: self.wire)
     @rule(pick=picks)
@@ -203,9 +193,8 @@ class Cell(RuleBasedStateMachine):
 
     @precondition(lambda self: self.wire)
     @rule()
-    def deliver_all(self) -> None:
-        while self.wire:
-            self.take(self.wire.pop(0))
+    def deliver_in_order(self) -> None:
+        self.deliver_all()
 
     @precondition(lambda self: self.wire)
     @rule(pick=picks)
@@ -217,113 +206,66 @@ class Cell(RuleBasedStateMachine):
     def lose(self, pick: int) -> None:
         self.wire.pop(pick % len(self.wire))
 
-    def take(self, message: Message) -> None:
-        match message:
-            case Opened(lease):
-                self.open_lease(lease)
-            case Released(replica, generation, beat):
-                self.ledger.release(replica, generation, beat)
-            case Registered(info, report):
-                self.ledger.register(info, report, self.now)
-            case ReportedDead(replica):
-                self.ledger.report_state(replica, "dead", self.now)
-            case Report():
-                self.wire.append(Answered(message.replica, self.ledger.heartbeat(message, self.now)))
-            case Answered(replica, reply):
-                self.apply(replica, reply)
-            case Generation():
-                self.ledger.activate(message)
-            case str():
-                self.ledger.revoke(message, self.now)
-
-    # -- what a replica does
-
-    def some_replica(self, pick: int) -> Replica:
-        return list(self.replicas.values())[pick % len(self.replicas)]
-
-    def open_leases(self, role: Role) -> list[tuple[Replica, Generation]]:
-        return [(r, g) for r in self.replicas.values() if r.info.role == role for g in r.open]
-
-    def open_lease(self, lease: Lease) -> None:
-        if (replica := self.replicas.get(lease.replica)) is None:
-            return
-        try:
-            replica.tags.open(lease)
-        except StalePlacement as error:
-            assert error.replica == lease.replica
-            if lease.generation not in replica.open:  # a repeated message must not end what it began
-                self.wire.append(Released(lease.replica, lease.generation, replica.tags.beat))
-            return
-        for block in lease.blocks:
-            assert replica.newest.get(block, NEVER) < lease.generation, "a lease opened twice, or after its time"
-            replica.newest[block] = lease.generation
-        replica.open[lease.generation] = set()
-        self.owns(replica, lease.generation, lease.blocks)
-        self.wire.append(lease.generation)
-
-    def owns(self, replica: Replica, generation: Generation, blocks: tuple[BlockId, ...]) -> None:
-        for other in replica.open.values():
-            assert not other & set(blocks), "two open leases share a block"
-        replica.open[generation].update(blocks)
-
-    def close_lease(self, replica: Replica, generation: Generation) -> None:
-        del replica.open[generation]
-        beat = replica.tags.close(generation)
-        assert beat is not None
-        self.wire.append(Released(replica.info.id, generation, beat))
-
-    def apply(self, id: ReplicaId, reply: Reply) -> None:
-        if (replica := self.replicas.get(id)) is None:
-            return
-        if not reply.known:
-            self.wire.append(Registered(replica.info, replica.tags.report(self.now)))
-        for generation in replica.tags.apply(reply):
-            self.close_lease(replica, generation)
-
-    def calm(self) -> None:
-        """Time enough for offers to expire and the dead to be missed, with every message delivered."""
-        for _ in range(6):
-            self.deliver_all()
-            self.beat_all()
-            self.deliver_all()
-            self.time_passes(CONFIG.silence_s / 5)
-        self.beat_all()
-
-    # -- what must hold
+    # -- what must hold at every step
 
     @invariant()
-    def integrity(self) -> None:
+    def each_block_is_in_one_place(self) -> None:
+        self.seen["steps"] += 1
         self.ledger.check_integrity()
         for info in self.ledger.replicas():
             counts = self.ledger.counts(info.id)
-            assert counts.free + counts.cached + counts.leased == counts.total
+            assert counts.free + counts.cached + counts.leased == counts.total == BLOCKS
 
     @invariant()
-    def both_records_of_the_replica_agree(self) -> None:
+    def both_records_of_a_replica_agree(self) -> None:
         for replica in self.replicas.values():
-            for generation, blocks in replica.open.items():
-                assert all(replica.tags.owner(block) == generation for block in blocks)
+            replica.check()
+
+    @invariant()
+    def the_queue_is_whom_nobody_answered(self) -> None:
+        assert len(self.queue) == len(self.waiting) <= CONFIG.admission_queue
+        assert all(request in self.queue for request in self.waiting)
+
+    # -- what must hold in the end
 
     def teardown(self) -> None:
-        """The network is kind again: both sides agree. Then everybody leaves: every block comes back."""
-        self.calm()
-        assert {info.id for info in self.ledger.replicas()} == set(self.replicas)
-        for replica in self.replicas.values():
-            assert self.ledger.counts(replica.info.id).leased == replica.tags.held
-            for generation in list(replica.open):
-                self.close_lease(replica, generation)
-        self.calm()
-        for replica in self.replicas.values():
-            counts = self.ledger.counts(replica.info.id)
-            assert counts.free == counts.total, (counts, self.ledger.snapshot())
-            assert replica.tags.held == 0
+        if self.replicas:
+            self.seen["forgotten"] += self.ledger.evicted
+            self.calm()
+            self.both_sides_agree()
+            self.hits_are_found_and_nothing_is_stale(always=False)
+            self.a_new_ledger_learns_all_that_is_cached()
+            self.hits_are_found_and_nothing_is_stale(always=True)
+            self.everybody_leaves()
         super().teardown()
 
 
 fuzz_steps = int(os.environ.get("BIFOLIO_FUZZ_STEPS", "0"))
-TestCell = Cell.TestCase
+
+
+class TestCell(Cell.TestCase):  # type: ignore[misc]
+    @classmethod
+    def tearDownClass(cls) -> None:
+        """What never happened was not tested."""
+        print(dict(Cell.seen))
+        assert Cell.seen["steps"] >= 1000
+        for event in (
+            "placed",
+            "hit",
+            "forked",
+            "split",
+            "waits",
+            "placed again",
+            "stale",
+            "revoked",
+            "forgotten",
+            "whole twice",
+        ):
+            assert Cell.seen[event], event
+
+
 TestCell.settings = settings(
-    max_examples=max(300, fuzz_steps // STEPS),
+    max_examples=200 + fuzz_steps // STEPS,
     stateful_step_count=STEPS,
     deadline=None,
     database=None,

@@ -1,15 +1,16 @@
-"""The replica's own side: what it refuses, draws, reports and applies."""
+"""The replica's own side: what it refuses, draws, reports and applies. Its cache: `test_tags_cache.py`."""
 
 from __future__ import annotations
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from bifolio.kv_manager.tags import BlockTags
+from bifolio.kv_manager.tags import NEVER, BlockTags
 from bifolio.protos.errors import StalePlacement
-from bifolio.protos.messages import BlockId, Generation, Lease, ReplicaId, Reply
+from bifolio.protos.messages import BlockId, Generation, Lease, Release, ReplicaId, Reply, RequestId
 
 REPLICA = ReplicaId("d")
 
@@ -35,20 +36,31 @@ def grant(tags: BlockTags, counter: int, *ids: int, now: float = 0.0) -> None:
     tags.apply(Reply(tags.report(now).beat, granted=lease(counter, *ids)))
 
 
-def test_open_owns_and_close_frees(tags: BlockTags) -> None:
+def test_open_uses_and_close_frees(tags: BlockTags) -> None:
     tags.open(lease(1, 1, 2))
-    assert [tags.owner(b) for b in blocks(1, 2, 3)] == [generation(1), generation(1), None]
-    assert tags.close(generation(1)) == 0
-    assert tags.owner(BlockId(1)) is None
+    assert [tags.users(b) for b in blocks(1, 2, 3)] == [(generation(1),), (generation(1),), ()]
+    assert tags.close(generation(1)) == Release(REPLICA, generation(1), 0)
+    assert tags.users(BlockId(1)) == ()
     assert tags.close(generation(1)) is None
+
+
+def test_a_tag_is_of_the_last_grant_and_only_grows(tags: BlockTags) -> None:
+    assert tags.tag(BlockId(1)) == NEVER
+    tags.open(lease(3, 1))
+    tags.close(generation(3))
+    assert tags.tag(BlockId(1)) == generation(3)
+    grant(tags, 5, 1)
+    assert tags.tag(BlockId(1)) == generation(5)
 
 
 def test_a_block_of_another_open_lease_is_refused_and_nothing_changes(tags: BlockTags) -> None:
     tags.open(lease(1, 2))
-    with pytest.raises(StalePlacement, match=r"block 2 of d went to lease 1\.1") as error:
+    with pytest.raises(
+        StalePlacement, match=r"block 2 of d is used by another lease; the placement under 1\.2 is stale"
+    ) as error:
         tags.open(lease(2, 1, 2))
     assert pickle.loads(pickle.dumps(error.value)).replica == "d"
-    assert tags.owner(BlockId(1)) is None
+    assert (tags.users(BlockId(1)), tags.tag(BlockId(1))) == ((), NEVER)
     tags.open(lease(3, 1))
 
 
@@ -86,7 +98,7 @@ def test_draw_gives_all_or_nothing(tags: BlockTags) -> None:
     grant(tags, 2, 5, 6)
     assert tags.draw(generation(1), 3) is None
     assert tags.draw(generation(1), 2) == blocks(5, 6)
-    assert tags.report(1).leases == {generation(1): blocks(1, 5, 6)}
+    assert tags.report(1).leases == (lease(1, 1, 5, 6),)
 
 
 def test_a_drawn_block_keeps_the_tag_of_its_grant(tags: BlockTags) -> None:
@@ -192,8 +204,29 @@ def test_a_grant_does_not_take_blocks_of_a_lease_opened_since(tags: BlockTags) -
     report = tags.report(0)
     tags.open(lease(2, 5))  # an offer that expired, opened late
     tags.apply(Reply(report.beat, granted=lease(3, 5, 6)))
-    assert tags.owner(BlockId(5)) == generation(2)
+    assert tags.users(BlockId(5)) == (generation(2),)
     assert tags.report(1).reserve == blocks(6)
+
+
+def test_a_refused_placement_calls_for_a_report_at_once(tags: BlockTags) -> None:
+    """The ledger is wrong about these blocks; without, every placement until the next beat could be."""
+    tags.open(lease(2, 1))
+    tags.close(generation(2))
+    tags.report(0)
+    assert not tags.due
+    with pytest.raises(StalePlacement):
+        tags.open(lease(1, 1))
+    assert tags.due
+    tags.report(1)
+    assert not tags.due
+
+
+def test_a_lease_keeps_its_request_and_its_hit_as_it_grows(tags: BlockTags) -> None:
+    one = replace(lease(1, 1), request=RequestId("r"))
+    tags.open(one)
+    grant(tags, 2, 5)
+    tags.draw(generation(1), 1)
+    assert tags.report(1).leases == (replace(one, blocks=blocks(1, 5)),)
 
 
 def test_apply_returns_the_revoked_leases_that_are_open(tags: BlockTags) -> None:

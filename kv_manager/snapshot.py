@@ -1,0 +1,56 @@
+"""What people and tools are shown of a ledger: plain values. Changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .book import Book
+from .ledger import Ledger
+
+
+def snapshot(ledger: Ledger) -> dict[str, Any]:
+    """`splits` counts requests by why they were split or not (`split.REASONS`); `models` tells what each group has."""
+    models: dict[str, dict[str, int]] = {}
+    for book in ledger.books():
+        pools = models.setdefault(book.model, {"prefill": 0, "decode": 0})
+        pools[book.info.role] += book.state == "alive"
+    return {
+        "epoch": ledger.epoch,
+        "replicas": [_status(book) for book in ledger.books()],
+        "models": models,
+        "splits": dict(ledger.splits),
+        "cache": {
+            "asked_tokens": ledger.asked_tokens,
+            "hit_tokens": ledger.hit_tokens,
+            "evicted_blocks": ledger.evicted,
+        },
+    }
+
+
+def _status(book: Book) -> dict[str, Any]:
+    counts = book.blocks.counts()
+    return {
+        "id": book.info.id,
+        "role": book.info.role,
+        "state": book.state,
+        "model": book.model,
+        "address": book.info.address,
+        "pid": book.info.pid,
+        "free": counts.free,
+        "cached": counts.cached,
+        "leased": counts.leased,
+        "reserve": counts.reserve,
+        "total": counts.total,
+        "shortage": book.blocks.shortage,
+        "offered": sum(not lease.listed for lease in book.leases.values()),
+        "active": sum(lease.listed for lease in book.leases.values()),
+        "revoked": len(book.revoked()),
+        "queued_tokens": book.queued,
+        "prefill_tokens_per_s": round(book.speeds.prefill, 1),
+        "transfer_ms": round(book.speeds.transfer * 1000, 2),
+        "beat": book.beat,  # of the replica's newest report, which says:
+        "reported": book.reported,
+        "held": book.held,
+        "max_sequences": book.info.max_sequences,
+        "cache": list(book.info.cache),
+    }

@@ -1,0 +1,52 @@
+"""Whether a request's prompt is computed on a prefill replica or by the decode replica itself. Pure.
+
+What the decode replica computes makes its other sequences wait, step by step. So it takes only what is short, and only
+if that is done before a prefill replica could even begin and hand over:
+
+    tokens that decode lacks / its speed  <=  seconds queued at the prefill replica + seconds that a hand-over adds
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .config import KvConfig
+from .policy import Need
+
+Reason = Literal["always", "never", "no_prefill", "long", "short", "quick"]
+
+REASONS: dict[Reason, str] = {
+    "always": "split: kv.split says so",
+    "never": "local: kv.split says so",
+    "no_prefill": "local: no prefill replica can take it",
+    "long": "split: the decode replica lacks more than kv.local_blocks blocks",
+    "short": "local: done before a prefill replica would begin",
+    "quick": "split: short, but a prefill replica is quicker",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    local: bool
+    reason: Reason
+
+
+def choose(config: KvConfig, decode: Need, prefill: Need | None, *, able: bool, speed: float) -> Choice:
+    """`able`: prefill replicas could take the prompt, now or later; `prefill`: the one that would take it now.
+
+    `speed`: prompt tokens a second of a replica that has not measured.
+    """
+    if config.split == "never":
+        return Choice(True, "never")
+    if config.split == "always":
+        return Choice(False, "always")
+    if not able:
+        return Choice(True, "no_prefill")
+    if decode.tokens > config.local_blocks * decode.book.block_size:
+        return Choice(False, "long")
+    local = decode.tokens / (decode.book.speeds.prefill or speed)
+    if prefill is None:
+        return Choice(True, "short")
+    queue = prefill.book.queued / (prefill.book.speeds.prefill or speed)
+    return Choice(True, "short") if local <= queue + decode.book.speeds.transfer else Choice(False, "quick")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from bifolio.kv_manager import redis_url
 from bifolio.kv_manager.config import FrozenConfig, KvConfig
 from bifolio.protos.errors import ConfigError
 from bifolio.replicas.config import (
@@ -45,6 +46,23 @@ class PoolsConfig(FrozenConfig):
         return {role: getattr(self, role) for role, replicas in self.wanted.items() if replicas}
 
 
+class RedisConfig(FrozenConfig):
+    """Where the cluster keeps what must outlive its KV manager."""
+
+    url: str | None = Field(
+        default=None,
+        repr=False,  # it may hold a password, and what is logged may hold a configuration
+        description="Address of a Redis or Valkey for what must outlive the KV manager, a database of this cluster's "
+        "own; null starts a Valkey with the cluster.",
+        json_schema_extra={"x-allowed": f"{redis_url.FORMS}, or null"},
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str | None) -> str | None:
+        return None if url is None else redis_url.checked(url)
+
+
 class HttpConfig(FrozenConfig):
     """The OpenAI-compatible door."""
 
@@ -73,6 +91,9 @@ class ClusterConfig(FrozenConfig):
     engine: EngineConfig = Field(default=EngineConfig(), description="The engine of every replica.")
     pools: PoolsConfig = Field(default=PoolsConfig(), description="How many replicas do what.")
     kv: KvConfig = Field(default=KvConfig(), description="The KV manager: leases, heartbeats, waiting.")
+    redis: RedisConfig = Field(
+        default=RedisConfig(), description="Where the cluster keeps what must outlive its KV manager."
+    )
     http: HttpConfig = Field(default=HttpConfig(), description="The OpenAI-compatible door.")
     grpc: GrpcConfig = Field(default=GrpcConfig(), description="The gRPC door.")
 
@@ -80,6 +101,14 @@ class ClusterConfig(FrozenConfig):
     def _ports_differ(self) -> ClusterConfig:
         if self.http.port == self.grpc.port:
             raise ValueError(f"http.port and grpc.port are both {self.http.port}; they must differ")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_split_has_prefill_replicas(self) -> ClusterConfig:
+        if self.kv.split == "always" and not self.pools.prefill.replicas:
+            raise ValueError(
+                "kv.split is always and pools.prefill.replicas is 0; start one at least, or set kv.split to auto"
+            )
         return self
 
     @model_validator(mode="after")

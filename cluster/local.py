@@ -1,4 +1,4 @@
-"""A private Ray cluster on this machine: its ports, directories, environment, and its orderly end.
+"""A private place on this machine, with a Ray cluster in it: ports, directory, environment, and an orderly end.
 
 Knows nothing about models or requests. Two clusters on one machine never meet: each has its own temporary directory and
 free ports, and marks its processes with an environment variable that they all inherit, by which `reaper.py` finds them.
@@ -92,20 +92,33 @@ def environment(directory: Path, mark: str, doors: Collection[int]) -> dict[str,
 
 
 @contextlib.contextmanager
-def local_ray(doors: Collection[int]) -> Iterator[Path]:
-    """A Ray cluster for the time of the context; afterwards no process and no file of it is left. It keeps off the
-    ports in `doors`: its user will listen there.
+def private_place(doors: Collection[int]) -> Iterator[Path]:
+    """A directory for this user alone, and an environment for processes that keep off each other's ports and off those
+    in `doors`: its user will listen there. Afterwards no process that inherited it, and no file there, is left.
 
-    Yields the folder of its logs; they are kept when the context ends as Unavailable, because they say more. Must
-    be entered before anything imports ray: its constants are read from the environment at import.
+    Must be entered before anything imports ray: its constants are read from the environment at import. When the
+    context ends as Unavailable the files are kept, because logs say more.
     """
-    directory = Path(tempfile.mkdtemp(prefix="bifolio-"))  # for us alone; short, as Ray puts unix sockets below it
+    directory = Path(tempfile.mkdtemp(prefix="bifolio-"))  # short, as unix sockets lie below it
     mark = uuid.uuid4().hex
     # Started first, so it does not carry the mark itself, and apart from our session, so Ctrl-C does not reach it
     command = [sys.executable, "-P", "-m", "bifolio.cluster.reaper", mark, str(directory)]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert reaper.stdin is not None
     os.environ.update(environment(directory, mark, doors))
+    try:
+        yield directory
+    except Unavailable:
+        reaper.stdin.write(KEEP)
+        raise
+    finally:
+        reaper.stdin.close()
+        reaper.wait()
+
+
+@contextlib.contextmanager
+def local_ray(directory: Path) -> Iterator[Path]:
+    """A Ray cluster in a private place, for the time of the context. Yields the folder of its logs."""
     try:
         import ray
 
@@ -119,13 +132,8 @@ def local_ray(doors: Collection[int]) -> Iterator[Path]:
             _temp_dir=str(directory / "ray"),  # Ray opens this one to all users
         )
         yield directory / "ray" / "session_latest" / "logs"
-    except Unavailable:
-        reaper.stdin.write(KEEP)
-        raise
     finally:
         _shut_down()
-        reaper.stdin.close()
-        reaper.wait()
 
 
 def _shut_down() -> None:

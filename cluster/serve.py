@@ -6,6 +6,7 @@ Ray's environment stands.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from bifolio.kv_manager import redis_url
 from bifolio.protos.errors import ConfigError, Unavailable
 from bifolio.replicas.host_memory import host_memory
 from bifolio.replicas.kv_memory import ITEMSIZES, check_host, context_of
@@ -25,7 +27,8 @@ from bifolio.replicas.model_files import check_model, model_config
 from .app import APPLICATION, MANAGER, SERVICER, build
 from .config import ClusterConfig
 from .devices import Node, describe, on_devices
-from .local import local_ray, require_free
+from .embedded_redis import embedded_redis
+from .local import local_ray, private_place, require_free
 from .models import resolve
 from .query import template_of
 from .tokenizer import Tokenizer
@@ -63,6 +66,8 @@ def serve(config: ClusterConfig) -> int:
     template_of(Tokenizer.load(model))
     require_free(config.http.host, config.http.port, "http.port")
     require_free(config.http.host, config.grpc.port, "grpc.port")
+    if config.redis.url is not None:
+        check_redis(config.redis.url)
     began, out = time.monotonic(), sys.stdout
 
     def say(text: str) -> None:
@@ -73,10 +78,16 @@ def serve(config: ClusterConfig) -> int:
     try:
         say(f"starting Ray, for {_pools(config.pools.wanted)}")
         doors = (config.http.port, config.grpc.port)
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), local_ray(doors) as logs:
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            private_place(doors) as place,
+            _redis(config, place, say) as redis,
+            local_ray(place) as logs,
+        ):
             _handle_signals()  # Ray has put its own
             try:
-                _start(config, model, say)
+                _start(config, model, redis, say)
                 ready, host = True, config.http.host
                 say(f"logs: {logs}")
                 say(f"ready: http://{host}:{config.http.port}/v1 and grpc://{host}:{config.grpc.port}")
@@ -93,7 +104,31 @@ def serve(config: ClusterConfig) -> int:
         say("stopped")
 
 
-def _start(config: ClusterConfig, model: Path, say: Say) -> None:
+def check_redis(url: str) -> None:
+    """ConfigError unless it can be used."""
+    from bifolio.kv_manager.store import cell_of, reach
+
+    try:
+        asyncio.run(reach(url, cell_of(MANAGER, APPLICATION)))
+    except Unavailable as error:
+        raise ConfigError(
+            f"redis.url: {error.message}; start it, or set redis.url to null for one that the cluster starts"
+        ) from error
+
+
+@contextlib.contextmanager
+def _redis(config: ClusterConfig, place: Path, say: Say) -> Iterator[str]:
+    """The address of the one that is configured, or of the cluster's own, which ends after all that use it."""
+    if config.redis.url is not None:
+        say(f"Redis: {redis_url.shown(config.redis.url)}")
+        yield config.redis.url
+    else:
+        with embedded_redis(place / "redis") as url:
+            say("Redis: a Valkey of the cluster's own")
+            yield url
+
+
+def _start(config: ClusterConfig, model: Path, redis: str, say: Say) -> None:
     """Decide on devices, deploy, and say which replicas are there, until all are."""
     import ray
     from ray import serve
@@ -107,7 +142,7 @@ def _start(config: ClusterConfig, model: Path, say: Say) -> None:
         config = on_devices(config, nodes)
         _check(config, model)
         say(describe(config, nodes))
-        start(MANAGER, APPLICATION, config.kv)
+        start(MANAGER, APPLICATION, config.kv, redis)
         serve.start(
             http_options={"host": config.http.host, "port": config.http.port},
             grpc_options={"port": config.grpc.port, "grpc_servicer_functions": [SERVICER]},
@@ -173,7 +208,7 @@ def _wait_until_running(config: ClusterConfig, say: Say) -> None:
 
 
 def _watch(config: ClusterConfig, say: Say) -> NoReturn:
-    """Say when replicas are lost and come back. Ends by _Stop, or as Unavailable when the cluster is lost."""
+    """Say when replicas or Redis are lost and come back. Ends by _Stop, or as Unavailable when the cluster is lost."""
     import ray
     from ray.exceptions import RayError
 
@@ -181,20 +216,25 @@ def _watch(config: ClusterConfig, say: Say) -> NoReturn:
 
     wanted = before = config.pools.wanted
     manager, heard = connect(MANAGER, APPLICATION), time.monotonic()
+    answered = True
     while True:
         time.sleep(WATCH_S)
         try:
-            replicas = ray.get(manager.snapshot.remote(), timeout=WATCH_S)["replicas"]
+            snapshot = ray.get(manager.snapshot.remote(), timeout=WATCH_S)
         except RayError as error:
             if time.monotonic() - heard > LOST_S:
                 raise Unavailable(f"the KV manager has not answered for {LOST_S:.0f} s: {error}") from error
             continue
         heard = time.monotonic()
-        roles = [replica["role"] for replica in replicas if replica["state"] == "alive"]
+        roles = [replica["role"] for replica in snapshot["replicas"] if replica["state"] == "alive"]
         alive = {role: roles.count(role) for role in wanted}
         if alive != before:
             say(f"alive: {_pools(wanted, alive)}")
             before = alive
+        if (answers := snapshot["store"]["answers"]) != answered:
+            where = snapshot["store"]["where"]
+            say(f"Redis answers again: {where}" if answers else f"Redis is away, serving goes on without it: {where}")
+            answered = answers
 
 
 def _pools(wanted: dict[str, int], alive: dict[str, int] | None = None) -> str:

@@ -3,9 +3,11 @@
     admit ──▶ queue ──pump──▶ ledger.admit ──▶ the waiter's future            group "wait": one slot per waiter
     register, heartbeat, release, revoke, … ──▶ ledger, then pump             default group: never behind them
     a thread, every heartbeat_s ──▶ expire, then pump
+    a thread with an event loop ──▶ keeper: what must be remembered, in Redis
 
 Ray runs each concurrency group of an async actor in an event loop, hence a thread, of its own. So one lock
 guards ledger and queue, and a waiter is woken through a `concurrent.futures.Future`, which any thread may set.
+Nobody waits for Redis while holding it, and but for a moment at the beginning nobody waits for Redis at all.
 
 A restarted actor begins with an empty ledger and a later epoch: it answers each replica's first heartbeat with
 "register again", and the leases come back with the reports. Requests that waited are gone with it: their calls
@@ -18,10 +20,12 @@ the error itself is its `cause`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, cast
 
@@ -29,8 +33,9 @@ import ray
 
 from bifolio.protos.messages import (
     Ask,
-    Generation,
+    Geometry,
     Placement,
+    Release,
     ReplicaId,
     ReplicaInfo,
     Reply,
@@ -40,11 +45,14 @@ from bifolio.protos.messages import (
 
 from .admission import AdmissionQueue, Outcome
 from .config import KvConfig
+from .keeper import Keeper
 from .ledger import Ledger
+from .snapshot import snapshot
+from .store import MemoryStore, RedisStore, cell_of
 
 logger = logging.getLogger(__name__)
 
-# Calls over the bound must get in, so that the queue refuses the latest arrival: else Ray would hold them back.
+# Calls over the bound must get in, so that the queue refuses the last in order: else Ray would hold them back.
 SPARE_WAITERS = 256
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,23 +64,33 @@ def _in_group(group: str) -> Callable[[F], F]:
 
 
 class KvManager:
-    def __init__(self, config: KvConfig) -> None:
+    """`cell` names what it keeps in Redis. Without a Redis it remembers nothing beyond its own life."""
+
+    def __init__(self, config: KvConfig, cell: str = "", redis_url: str | None = None) -> None:
+        self._config = config
         self._lock = threading.Lock()
-        self._ledger = Ledger(time.time_ns(), config)
         self._queue = AdmissionQueue(config)
         self._waiters: dict[RequestId, Future[Placement]] = {}
+        self._keeper = Keeper(RedisStore(redis_url, cell) if redis_url else MemoryStore(), config.tombstone_s)
+        self._loop = asyncio.new_event_loop()  # the keeper's
+        began: Future[Ledger] = Future()
+        keep = self._keep(began)
+        threading.Thread(target=self._loop.run_until_complete, args=(keep,), name="keeper", daemon=True).start()
+        self._ledger = began.result()  # within seconds: every question to the store has an end
+        gc.freeze()  # what Python has loaded stays: looking through it again would hold up a call for milliseconds
         threading.Thread(target=self._tick, args=(config.heartbeat_s,), name="expiry", daemon=True).start()
 
     @_in_group("wait")
     async def admit(self, ask: Ask) -> Placement:
-        """Waits for blocks. Raises DoesNotFit, Overloaded, or Revoked."""
+        """Waits for blocks. Raises DoesNotFit, Overloaded, Unavailable, or Revoked."""
         future: Future[Placement] = Future()
         with self._lock:
             now = time.monotonic()
-            self._settle(self._queue.revoke(ask.request, "it was admitted again"))
+            self._ledger.check(ask, now)
+            self._settle(self._queue.revoke(ask.request, "it was admitted again", choices=False))
             self._waiters[ask.request] = future
             self._settle(self._queue.push(ask, now))
-            self._pump(now)
+            self._pump(now, changed=False)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -80,11 +98,27 @@ class KvManager:
             raise
 
     async def revoke(self, request: RequestId) -> None:
+        """Gives up all of a request, or one of its choices."""
         with self._lock:
             now = time.monotonic()
-            self._settle(self._queue.revoke(request, "it was cancelled"))
-            self._ledger.revoke(request, now)
+            waited = self._drop(request)
+            self._ledger.revoke(request, now, known=waited)
             self._pump(now)
+
+    async def cancel(self, request: RequestId) -> None:
+        """The same by its user's wish: it is refused for `tombstone_s`, also by the next manager."""
+        with self._lock:
+            now = time.monotonic()
+            self._drop(request)
+            self._ledger.cancel(request, now)
+            self._pump(now)
+        self._loop.call_soon_threadsafe(self._keeper.bury, request)
+
+    async def confirm(self, requests: tuple[RequestId, ...]) -> tuple[Geometry, ...]:
+        """All that are open at an ingress. Returns the geometries whose keys it should ask with."""
+        with self._lock:
+            self._ledger.confirm(requests, time.monotonic())
+            return self._ledger.geometries()
 
     async def register(self, info: ReplicaInfo, report: Report) -> None:
         with self._lock:
@@ -99,13 +133,10 @@ class KvManager:
             self._pump(now)
             return reply
 
-    async def activate(self, generation: Generation) -> None:
+    async def release(self, releases: tuple[Release, ...]) -> None:
         with self._lock:
-            self._ledger.activate(generation)
-
-    async def release(self, replica: ReplicaId, generation: Generation, beat: int) -> None:
-        with self._lock:
-            self._ledger.release(replica, generation, beat)
+            for each in releases:
+                self._ledger.release(each)
             self._pump(time.monotonic())
 
     async def report_state(self, replica: ReplicaId, state: Literal["dead", "draining"]) -> None:
@@ -116,12 +147,28 @@ class KvManager:
 
     async def snapshot(self) -> dict[str, Any]:
         with self._lock:
-            return {**self._ledger.snapshot(), "waiting": len(self._queue)}
+            queue = self._queue.snapshot(time.monotonic())
+            store = {"where": self._keeper.where, "answers": self._keeper.answers}
+            return {**snapshot(self._ledger), "waiting": len(self._queue), "queue": queue, "store": store}
 
     # -- with the lock held
 
-    def _pump(self, now: float) -> None:
-        self._settle(self._queue.pump(lambda ask: self._ledger.admit(ask, now)))
+    def _drop(self, request: RequestId) -> bool:
+        """Whether it waited."""
+        outcomes = self._queue.revoke(request, "it was cancelled")
+        self._settle(outcomes)
+        return bool(outcomes)
+
+    def _pump(self, now: float, *, changed: bool = True) -> None:
+        if len(self._queue):
+            models = self._models()
+            self._settle(
+                self._queue.pump(lambda ask: self._ledger.admit(ask, now), now, models=models, changed=changed)
+            )
+
+    def _models(self) -> set[str]:
+        """Those that are served now."""
+        return {b.model for b in self._ledger.books() if b.info.role == "decode" and b.alive}
 
     def _settle(self, outcomes: Iterable[Outcome]) -> None:
         for request, outcome in outcomes:
@@ -132,6 +179,8 @@ class KvManager:
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
+
+    # -- in threads of their own
 
     def _tick(self, every: float) -> None:
         while True:
@@ -145,11 +194,41 @@ class KvManager:
         with self._lock:
             now = time.monotonic()
             self._ledger.expire(now)
-            self._settle(self._queue.expire(now, any_decode=self._ledger.has_decode()))
+            self._settle(self._queue.expire(now, models=self._models()))
             self._pump(now)
 
+    async def _keep(self, began: Future[Ledger]) -> None:
+        """Remember, for as long as the actor lives. `began` is given a ledger with the tombstones of earlier ones."""
+        try:
+            ledger = Ledger(await self._keeper.begin(time.time_ns()), self._config)
+            if self._keeper.answers:
+                self._cancelled_before(ledger, await self._keeper.round())
+            began.set_result(ledger)
+        except BaseException as error:
+            began.set_exception(error)
+            raise
+        while True:
+            await self._keeper.due()
+            try:
+                found = await self._keeper.round()
+                with self._lock:
+                    self._cancelled_before(ledger, found)
+            except Exception:  # a bug of ours, as above
+                logger.exception("what must be remembered was not stored, going on")
+            if self._keeper.outdated:
+                # Replicas know later generations than ours, and refuse our placements: Ray starts us again
+                logger.critical("epoch %d is not the newest of this cell: beginning again", self._keeper.epoch)
+                os._exit(1)
 
-def start(name: str, namespace: str, config: KvConfig) -> Any:
+    def _cancelled_before(self, ledger: Ledger, tombstones: Mapping[RequestId, float]) -> None:
+        """By an earlier manager: each request, and for how many more seconds it is refused."""
+        now = time.monotonic()
+        for request, left in tombstones.items():
+            self._drop(request)
+            ledger.cancel(request, now + left - self._config.tombstone_s)  # when that was
+
+
+def start(name: str, namespace: str, config: KvConfig, redis_url: str | None = None) -> Any:
     """The handle of the cell's KV manager, started unless it runs. Detached: it lives until it is killed.
 
     Lost calls are not repeated by Ray (`max_task_retries`): the caller knows whether it still wants an answer.
@@ -157,7 +236,7 @@ def start(name: str, namespace: str, config: KvConfig) -> Any:
     groups = {"wait": config.admission_queue + SPARE_WAITERS}
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=groups)(KvManager)
     named = actor.options(name=name, namespace=namespace, lifetime="detached", get_if_exists=True)
-    return named.remote(config)
+    return named.remote(config, cell_of(name, namespace), redis_url)
 
 
 def connect(name: str, namespace: str) -> Any:

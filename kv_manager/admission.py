@@ -1,92 +1,193 @@
-"""Requests that wait for blocks: bounded, in order of arrival. Pure; knows nothing about futures, Ray or the
-clock.
+"""Requests that wait for blocks: bounded, in the order of `fair.py`, each with a deadline. Pure: time is an argument;
+knows nothing about futures, Ray, or what makes a request fit.
 
-Strictly in order: as long as the head does not fit nobody passes it, so a large request cannot starve. A
-request placed again keeps its arrival, hence its rank: it goes before all that came after it.
+The passing rule. While the first in order does not fit, the next `MOST_PASSING` may pass it if they do, so that blocks
+too few for a large request are not idle. But for `passing_s` at most, counted from when a request was first found not
+to fit while it was first; from then on nobody behind it is tried, so what comes free gathers for it. Hence none waits
+for ever while others are served. Who has tokens goes on with the model that they are of, and for a model without a
+decode replica nothing can gather: such a request is not first, it only waits.
+
+A try costs the ledger up to a millisecond. So it is not repeated for who did not fit until something has changed in the
+cell, and those beyond the few that may pass are not tried.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from bifolio.protos.errors import Overloaded, Revoked, Unavailable
-from bifolio.protos.messages import Ask, Placement, RequestId
+from bifolio.protos.messages import Ask, Placement, RequestId, family
 
 from .config import KvConfig
+from .fair import FairOrder, Waiting
+
+MOST_PASSING = 8
+PACE_S = 30.0  # what was placed so long ago counts a third in what is placed per second
 
 Outcome = tuple[RequestId, Placement | Exception]
-
-
-@dataclass(order=True, frozen=True, slots=True)
-class _Waiting:
-    arrival: float
-    number: int  # of the push: a tie goes to who came first
-    ask: Ask = field(compare=False)
-    since: float = field(compare=False)
 
 
 class AdmissionQueue:
     def __init__(self, config: KvConfig | None = None) -> None:
         self._config = config or KvConfig()
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[RequestId, Waiting] = {}
+        self._order = FairOrder()
+        self._pace = Pace()
         self._pushes = 0
+        self._changes = 0  # of the cell
+        self._admitted = 0
+        self._refused: Counter[str] = Counter()  # by the error's class
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __contains__(self, request: RequestId) -> bool:
-        return any(w.ask.request == request for w in self._waiting)
+        return request in self._waiting
 
     def push(self, ask: Ask, now: float) -> list[Outcome]:
-        """Takes a request in. Returns whom that pushed out: over the bound the latest arrival, which need not
-        be the new one, because a request that already has tokens must not lose to one that has none."""
-        assert ask.request not in self, "revoke it first: one request waits once"
+        """Takes a request in. Returns whom that pushed out: over the bound the last in order, which need not be the
+        new one, and never one with tokens while one without is there."""
+        assert ask.request not in self, "take it out first: one request waits once"
         self._pushes += 1
-        insort(self._waiting, _Waiting(ask.arrival, self._pushes, ask, now))
-        if len(self._waiting) <= self._config.admission_queue:
+        waiting = self._waiting[ask.request] = Waiting(ask, self._pushes, now)
+        self._order.add(waiting)
+        if len(self) <= self._config.admission_queue:
             return []
+        last = self._order.last()
         why = f"{self._config.admission_queue} requests wait for blocks already"
-        return [self._refuse(self._waiting.pop(), why, now)]
+        return self._leave([(last, _overloaded(why, self._retry_after(now)))])
 
-    def pump(self, place: Callable[[Ask], Placement | None]) -> list[Outcome]:
-        """Places requests from the head on until one has to wait. An error belongs to its request alone."""
-        outcomes: list[Outcome] = []
-        while self._waiting:
-            ask = self._waiting[0].ask
-            try:
-                result: Placement | Exception | None = place(ask)
-            except Exception as error:
-                result = error
-            if result is None:
+    def pump(
+        self,
+        place: Callable[[Ask], Placement | None],
+        now: float,
+        *,
+        models: Collection[str] | None = None,
+        changed: bool = True,
+    ) -> list[Outcome]:
+        """Places who fits, in order and by the passing rule. An error belongs to its request alone.
+
+        `models`: those with a decode replica, None is all. `changed`: since the last pump blocks may have come free,
+        or a replica; if not, only who is new is tried.
+        """
+        self._changes += changed
+        leaving: list[tuple[Waiting, Placement | Exception]] = []
+        behind = 0  # looked at since the first that did not fit, and it
+        for waiting in self._order:
+            result = self._try(waiting, place)
+            if result is None and not _served(waiting, models):
+                continue
+            if result is not None:
+                leaving.append((waiting, result))
+                if isinstance(result, Placement):
+                    self._order.charge(waiting)
+                    self._pace.add(waiting.cost, now)
+                    self._admitted += 1
+            elif not behind and waiting.blocked is None:
+                waiting.blocked = now
+            if result is None or behind:
+                behind += 1
+            if behind > MOST_PASSING or (result is None and self._keeps(waiting, now)):
                 break
-            del self._waiting[0]
-            outcomes.append((ask.request, result))
-        return outcomes
+        return self._leave(leaving)
 
-    def expire(self, now: float, *, any_decode: bool = True) -> list[Outcome]:
-        """Refuses those who waited too long. `any_decode`: whether a decode replica is there to wait for."""
+    def expire(self, now: float, *, models: Collection[str] | None = None) -> list[Outcome]:
+        """Refuses those who waited too long. `models` as in `pump`."""
         limit = self._config.admission_wait_s
-        late = [w for w in self._waiting if now - w.since >= limit]
-        if any_decode:
-            outcomes = [self._refuse(w, f"no blocks came free in {limit:g} s", now) for w in late]
-        else:
-            message = f"no decode replica has been alive for {limit:g} s; see `bifolio status`"
-            outcomes = [(w.ask.request, Unavailable(message)) for w in late]
-        self._waiting = [w for w in self._waiting if now - w.since < limit]
-        return outcomes
-
-    def revoke(self, request: RequestId, why: str) -> list[Outcome]:
-        """Takes a request out, if it waits here."""
-        if request not in self:
+        late = [w for w in self._waiting.values() if now - w.since >= limit]
+        if not late:
             return []
-        self._waiting = [w for w in self._waiting if w.ask.request != request]
-        return [(request, Revoked(f"request {request} no longer waits: {why}"))]
+        retry_after = self._retry_after(now)
 
-    def _refuse(self, waiting: _Waiting, why: str, now: float) -> Outcome:
-        # how long the head has waited is the best guess we have of how long a place at the end takes
-        head = self._waiting[0].since if self._waiting else now
-        retry_after = min(max(1.0, now - head), self._config.admission_wait_s)
-        message = f"the cell is full: {why}; retry in {retry_after:.0f} s"
-        return waiting.ask.request, Overloaded(message, retry_after)
+        def error(waiting: Waiting) -> Exception:
+            if _served(waiting, models):
+                return _overloaded(f"no blocks came free in {limit:g} s", retry_after)
+            return Unavailable(f"no decode replica of its model has been alive for {limit:g} s; see `bifolio status`")
+
+        return self._leave([(waiting, error(waiting)) for waiting in late])
+
+    def revoke(self, request: RequestId, why: str, *, choices: bool = True) -> list[Outcome]:
+        """Takes a request out, if it waits here, and with it those of its choices that do."""
+        found = [self._waiting[request]] if request in self else []
+        if choices:
+            found += [w for id, w in self._waiting.items() if id != request and family(id) == request]
+        return self._leave([(w, Revoked(f"request {w.ask.request} no longer waits: {why}")) for w in found])
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """For people and tools: plain values."""
+        waiting = self._waiting.values()
+        return {
+            "tenants": dict(Counter(w.ask.tenant for w in waiting)),
+            "with_tokens": sum(w.has_tokens for w in waiting),
+            "oldest_s": max((now - w.since for w in waiting), default=0.0),
+            "admitted": self._admitted,
+            "refused": dict(self._refused),
+        }
+
+    # -- inside
+
+    def _try(self, waiting: Waiting, place: Callable[[Ask], Placement | None]) -> Placement | Exception | None:
+        if waiting.tried == self._changes:
+            return None
+        try:
+            result = place(waiting.ask)
+        except Exception as error:
+            return error
+        if result is None:
+            waiting.tried = self._changes
+        return result
+
+    def _keeps(self, waiting: Waiting, now: float) -> bool:
+        """Whether what comes free is kept for it: nobody behind it may have it."""
+        return waiting.blocked is not None and now - waiting.blocked >= self._config.passing_s
+
+    def _leave(self, leaving: Iterable[tuple[Waiting, Placement | Exception]]) -> list[Outcome]:
+        leaving = list(leaving)
+        self._order.remove(*(waiting for waiting, _ in leaving))
+        for waiting, outcome in leaving:
+            del self._waiting[waiting.ask.request]
+            if isinstance(outcome, Exception):
+                self._refused[type(outcome).__name__] += 1
+        return [(waiting.ask.request, outcome) for waiting, outcome in leaving]
+
+    def _retry_after(self, now: float) -> float:
+        """When, at the pace of late, those that wait will have been placed."""
+        cost, pace = sum(w.cost for w in self._waiting.values()), self._pace.per_second(now)
+        longest = self._config.admission_wait_s
+        return max(1.0, min(cost / pace, longest) if pace else longest)
+
+
+def _overloaded(why: str, retry_after: float) -> Overloaded:
+    return Overloaded(f"the cell is full: {why}; retry in {retry_after:.0f} s", retry_after)
+
+
+def _served(waiting: Waiting, models: Collection[str] | None) -> bool:
+    """Whether there is a replica to wait for."""
+    if models is None or waiting.ask.model is None:
+        return models is None or len(models) > 0
+    return waiting.ask.model in models
+
+
+class Pace:
+    """The cost of what was placed per second: what was placed a while ago counts less and less."""
+
+    def __init__(self) -> None:
+        self._sum = self._last = 0.0
+        self._began: float | None = None
+
+    def add(self, cost: float, now: float) -> None:
+        self._began = now if self._began is None else self._began
+        self._sum = self._left(now) + cost
+        self._last = now
+
+    def per_second(self, now: float) -> float:
+        if self._began is None:
+            return 0.0
+        since = max(1.0, now - self._began)  # of a moment alone no pace can be told
+        return self._left(now) / (PACE_S * -math.expm1(-since / PACE_S))
+
+    def _left(self, now: float) -> float:
+        return self._sum * math.exp((self._last - now) / PACE_S)

@@ -79,7 +79,8 @@ class Pull:
                 self._call.cancel()
 
     def run(self, blocks: Sequence[BlockId]) -> Commit:
-        """Copies block position i into `blocks[i]`, and returns the commit once everything it says is true.
+        """Copies block position i, from `skip_blocks` on, into `blocks[i]`, and returns the commit once everything it
+        says is true.
 
         Only this thread writes to the store, and all it wrote lands before it goes on. So once `run` has returned
         or raised, and not earlier (after a cancel it may be copying a frame still), the blocks may be computed

@@ -3,7 +3,7 @@
 Knows nothing about models, engines or the ledger: a `PrefillSource` computes, a `BlockStore` holds. Each
 stream has a thread of the server from Start to the last Ack; it alone waits, for compute, copies and acks.
 
-    START → begin → [ chunk computed → its full blocks as FRAMEs, at most `window` of them unacknowledged ] …
+    START → begin → [ cached, or a chunk computed → its full blocks as FRAMEs, at most `window` unacknowledged ] …
           → COMMIT → last ACK → the job is left: its lease closes → status OK
 
 If the client reaches the memory of these blocks, it says so in START, and copies each at the word that it is COMPLETE.
@@ -105,8 +105,8 @@ class PrefillJob(Protocol):
     ) -> None: ...
 
     def progress(self) -> Iterable[int | Prefilled]:
-        """Blocks; after each chunk, of how many leading tokens the computing of K and V has been launched: they are
-        complete for who reads or settles them; `Prefilled` last."""
+        """Blocks. How many leading tokens are cached, if any are; then, after each chunk, of how many the computing of
+        K and V has been launched: they are complete for who reads or settles them; `Prefilled` last."""
 
     def cancel(self) -> None:
         """Makes `progress` raise Revoked at once. From any thread, at any time, also after the job's end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,18 +16,19 @@ import pytest
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")  # read when Ray is imported
 
 import ray
+from redis_kit import Server, server
 
 from bifolio.kv_manager.actor import connect, start
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.tags import BlockTags
 from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Overloaded, Revoked, Unavailable
-from bifolio.protos.messages import Ask, Geometry, Placement, ReplicaId, ReplicaInfo, RequestId
+from bifolio.protos.messages import Ask, Geometry, Placement, Release, ReplicaId, ReplicaInfo, RequestId
 
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("default")]
 
 GEOMETRY = Geometry("m", 1, 1, 8, 4, "float32")
 DECODE = ReplicaInfo(ReplicaId("d"), "decode", GEOMETRY, blocks=8)
-CONFIG = KvConfig(admission_queue=3, admission_wait_s=3, heartbeat_s=0.2, silence_s=30)
+CONFIG = KvConfig(admission_queue=3, admission_wait_s=3, heartbeat_s=0.2, silence_s=30, passing_s=0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,8 +57,23 @@ def manager(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture
 def tags(manager: Any) -> BlockTags:
     tags = BlockTags(DECODE.id, DECODE.blocks)
-    ray.get(manager.register.remote(DECODE, tags.report(0)))
+    ray.get(manager.register.remote(DECODE, tags.report(0, complete=True)))
     return tags
+
+
+@pytest.fixture
+def redis() -> Iterator[Server]:
+    """Not started."""
+    with server() as made:
+        yield made
+
+
+@pytest.fixture
+def remembering(request: pytest.FixtureRequest, redis: Server) -> Iterator[Any]:
+    """A manager with a Redis, which is not started."""
+    handle = start(request.node.name, "test", CONFIG, redis.url)
+    yield handle
+    ray.kill(handle)
 
 
 def ask(name: str, tokens: int = 28, arrival: float = 0.0) -> Ask:
@@ -74,13 +91,32 @@ def waiting(manager: Any, n: int) -> None:
     wait_until(lambda: ray.get(manager.snapshot.remote())["waiting"] == n)
 
 
+def kill_process(manager: Any) -> None:
+    os.kill(ray.get(manager.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+
+
+def restarted(manager: Any, than: int) -> dict[str, Any]:
+    """The status of a manager whose epoch is greater."""
+    found: dict[str, Any] = {}
+
+    def later() -> bool:
+        try:
+            found.update(ray.get(manager.snapshot.remote()))
+        except ray.exceptions.RayActorError:
+            return False
+        return bool(found["epoch"] > than)
+
+    wait_until(later, 30)
+    return found
+
+
 def test_placement_and_release_wake_the_next(manager: Any, tags: BlockTags) -> None:
     first: Placement = ray.get(manager.admit.remote(ask("a")))
     second = manager.admit.remote(ask("b"))
     waiting(manager, 1)
     tags.open(first.decode)
-    beat = tags.close(first.decode.generation)
-    manager.release.remote(tags.replica, first.decode.generation, beat)
+    release = tags.close(first.decode.generation)
+    manager.release.remote((release, Release(ReplicaId("gone"), first.decode.generation, 0)))
     placement = ray.get(second, timeout=2)
     assert placement.request == "b"
     tags.open(placement.decode)
@@ -92,7 +128,7 @@ def test_waiters_are_placed_in_order_of_arrival(manager: Any, tags: BlockTags) -
     waiting(manager, 1)
     early = manager.admit.remote(ask("early", arrival=1.0))
     waiting(manager, 2)
-    manager.release.remote(tags.replica, held.decode.generation, tags.beat)
+    manager.release.remote((Release(tags.replica, held.decode.generation, tags.beat),))
     assert ray.get(early, timeout=2).request == "early"
     with pytest.raises(Overloaded):  # admission_wait_s
         ray.get(late, timeout=10)
@@ -105,7 +141,7 @@ def test_errors_arrive_as_ours_with_their_attributes(manager: Any, tags: BlockTa
     assert type(never.value.cause) is DoesNotFit  # type: ignore[attr-defined]
     other = ReplicaInfo(ReplicaId("e"), "decode", Geometry("m", 1, 1, 8, 16, "float32"), blocks=8)
     with pytest.raises(GeometryMismatch, match="block_size=16"):
-        ray.get(manager.register.remote(other, BlockTags(other.id, 8).report(0)))
+        ray.get(manager.register.remote(other, BlockTags(other.id, 8).report(0, complete=True)))
 
 
 def test_over_the_bound_is_refused_at_once(manager: Any) -> None:
@@ -129,6 +165,18 @@ def test_revoke_ends_waiting_and_comes_before_admit(manager: Any) -> None:
         ray.get(manager.admit.remote(ask("a")), timeout=2)
 
 
+def test_cancel_ends_waiting_by_family(manager: Any) -> None:
+    calls = [manager.admit.remote(ask(name)) for name in ("a", "a#1", "b")]
+    waiting(manager, 3)
+    manager.cancel.remote(RequestId("a"))
+    for call in calls[:2]:
+        with pytest.raises(Revoked, match="no longer waits: it was cancelled"):
+            ray.get(call, timeout=2)
+    waiting(manager, 1)
+    with pytest.raises(Revoked):
+        ray.get(manager.admit.remote(ask("a#2")), timeout=2)
+
+
 def test_a_cancelled_call_leaves_the_queue(manager: Any) -> None:
     call = manager.admit.remote(ask("a"))
     waiting(manager, 1)
@@ -136,12 +184,28 @@ def test_a_cancelled_call_leaves_the_queue(manager: Any) -> None:
     waiting(manager, 0)
 
 
+def test_confirm_tells_the_geometries_there_are(manager: Any, tags: BlockTags) -> None:
+    assert ray.get(manager.confirm.remote((RequestId("a"),))) == (GEOMETRY,)
+
+
+def test_the_snapshot_tells_who_waits_and_where_things_are_remembered(manager: Any, tags: BlockTags) -> None:
+    ray.get(manager.admit.remote(ask("held")))
+    manager.admit.remote(Ask(RequestId("a"), 28, 29, 0.0, tenant="x"))
+    waiting(manager, 1)
+    status = ray.get(manager.snapshot.remote())
+    assert status["queue"]["tenants"] == {"x": 1}
+    assert status["queue"]["admitted"] == 1
+    assert status["queue"]["oldest_s"] >= 0
+    assert status["store"] == {"where": "memory", "answers": True}
+    assert status["replicas"][0]["leased"] == status["replicas"][0]["total"] - status["replicas"][0]["free"]
+
+
 def test_a_restarted_manager_gets_its_leases_back(manager: Any, tags: BlockTags) -> None:
     placement: Placement = ray.get(manager.admit.remote(ask("a", 8)))
     tags.open(placement.decode)
     tags.apply(ray.get(manager.heartbeat.remote(tags.report(0))))
     before = ray.get(manager.snapshot.remote())
-    os.kill(ray.get(manager.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+    kill_process(manager)
 
     def registered_again() -> bool:
         try:
@@ -149,7 +213,7 @@ def test_a_restarted_manager_gets_its_leases_back(manager: Any, tags: BlockTags)
         except ray.exceptions.RayActorError:
             return False
         if not answer.known:
-            ray.get(manager.register.remote(DECODE, tags.report(0)))
+            ray.get(manager.register.remote(DECODE, tags.report(0, complete=True)))
         return bool(answer.known)
 
     wait_until(registered_again, 20)
@@ -158,3 +222,54 @@ def test_a_restarted_manager_gets_its_leases_back(manager: Any, tags: BlockTags)
     fields = ("free", "leased", "reserve", "active")
     assert [after["replicas"][0][f] for f in fields] == [before["replicas"][0][f] for f in fields]
     assert ray.get(manager.admit.remote(ask("b", 4))).decode.generation > placement.decode.generation
+
+
+def test_the_next_manager_knows_the_epoch_and_what_was_cancelled(redis: Server, request: pytest.FixtureRequest) -> None:
+    name = request.node.name
+    ahead = 2 * time.time_ns()
+    redis.start(**{f"bifolio:{{test/{name}}}:epoch": ahead})
+    with redis.client() as client:
+        manager = start(name, "test", CONFIG, redis.url)
+        try:
+            assert ray.get(manager.snapshot.remote())["epoch"] == ahead + 1
+            ray.get(manager.cancel.remote(RequestId("a")))
+            key = f"bifolio:{{test/{name}}}:cancelled:a"
+            wait_until(lambda: bool(client.exists(key)))
+            assert 0 < client.ttl(key) <= CONFIG.tombstone_s
+            kill_process(manager)
+            assert restarted(manager, ahead + 1)["epoch"] == ahead + 2
+            with pytest.raises(Revoked):
+                ray.get(manager.admit.remote(ask("a")), timeout=2)
+        finally:
+            ray.kill(manager)
+
+
+def test_a_redis_that_is_away_stops_nobody(redis: Server, remembering: Any) -> None:
+    tags = BlockTags(DECODE.id, DECODE.blocks)
+    ray.get(remembering.register.remote(DECODE, tags.report(0, complete=True)))
+    status = ray.get(remembering.snapshot.remote())
+    assert status["store"] == {"where": redis.url, "answers": False}
+    ray.get(remembering.cancel.remote(RequestId("gone")))
+    assert ray.get(remembering.admit.remote(ask("a")), timeout=2).request == "a"
+    redis.start()
+    ray.get(remembering.cancel.remote(RequestId("later")))  # wakes the keeper
+    wait_until(lambda: ray.get(remembering.snapshot.remote())["store"]["answers"], 20)
+    with redis.client() as client:
+        (epoch,) = client.keys("*:epoch")
+        assert int(client.get(epoch)) == status["epoch"]
+        assert {key.rpartition(b":")[2] for key in client.keys("*:cancelled:*")} == {b"gone", b"later"}
+    redis.kill()
+    ray.get(remembering.cancel.remote(RequestId("a")))
+    wait_until(lambda: not ray.get(remembering.snapshot.remote())["store"]["answers"], 20)
+    assert ray.get(remembering.snapshot.remote())["epoch"] == status["epoch"]
+
+
+def test_a_manager_that_began_without_redis_begins_again_when_its_epoch_was_too_early(
+    redis: Server, remembering: Any, request: pytest.FixtureRequest
+) -> None:
+    began = ray.get(remembering.snapshot.remote())["epoch"]
+    ahead = 2 * time.time_ns()
+    redis.start(**{f"bifolio:{{test/{request.node.name}}}:epoch": ahead})
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        ray.get(remembering.cancel.remote(RequestId("wakes it")))
+    assert restarted(remembering, began)["epoch"] == ahead + 1

@@ -46,6 +46,15 @@ def test_show_is_read_back_as_the_same_configuration(tmp_path: Path) -> None:
     assert load_text(tmp_path, show(config)) == config
 
 
+def test_a_password_of_redis_is_shown_where_it_is_read_back_and_nowhere_else(tmp_path: Path) -> None:
+    config = load_text(tmp_path, "redis: {url: 'redis://:s3cret@localhost:6380/1'}")
+    assert load_text(tmp_path, show(config)) == config
+    assert "s3cret" not in repr(config)
+    with pytest.raises(ConfigError) as refused:
+        load_text(tmp_path, "redis: {url: 'redis://:s3cret@localhost:6380/one'}")
+    assert "s3cret" not in refused.value.message
+
+
 def test_overrides_win_and_reach_any_depth(tmp_path: Path) -> None:
     config = load_text(tmp_path, "pools: {prefill: {replicas: 3}}", **{"pools.prefill.replicas": 0, "http.port": 80})
     assert (config.pools.prefill.replicas, config.http.port) == (0, 80)
@@ -103,7 +112,7 @@ def test_the_kernels_to_choose_from_are_those_there_are() -> None:
             "engine: {block_sise: 3}",
             "did you mean engine.block_size? allowed: engine.block_size, engine.context",
         ),
-        ("qqq: 1", "qqq: unknown name; allowed: engine, grpc, http, kv, model, pools"),
+        ("qqq: 1", "qqq: unknown name; allowed: engine, grpc, http, kv, model, pools, redis"),
         ("http: {port: '80'}", "http.port: got '80'; allowed: a whole number, at least 1, at most 65535"),
         ("http: {port: 0}", "http.port: got 0; allowed: a whole number, at least 1, at most 65535"),
         ("model: {dtype: fp8}", "model.dtype: got 'fp8'; allowed: one of bfloat16, float16, float32 or null"),
@@ -112,6 +121,10 @@ def test_the_kernels_to_choose_from_are_those_there_are() -> None:
             "model.served_name: got 3; allowed: a text, of length at least 1 or null",
         ),
         ("engine: 3", "engine: got 3; allowed: an object with any of device, block_size"),
+        (
+            "kv: {split: always}\npools: {prefill: {replicas: 0}}",
+            "kv.split is always and pools.prefill.replicas is 0; start one at least, or set kv.split to auto",
+        ),
         ("engine: {cache_tokens: 2048}", "engine: cache_tokens is now kv_memory; write `kv_memory: 2048 tokens`"),
         ("engine: {cache_tokens: null}", "cache_tokens is now kv_memory; write `kv_memory: 16384 tokens` in its place"),
         (
@@ -176,6 +189,13 @@ def test_the_kernels_to_choose_from_are_those_there_are() -> None:
             "pools.decode.replicas: got 0; allowed: a whole number, at least 1",
         ),
         ("kv: {heartbeat_s: .nan}", "kv.heartbeat_s: got nan; allowed: a number, at least"),
+        ("redis: {url: 6379}", "redis.url: got 6379; allowed: redis://[:PASSWORD@]HOST[:PORT][/DATABASE], rediss://"),
+        (
+            "redis: {url: localhost}",
+            "redis.url: this address begins with none of redis://, rediss:// and unix://; allo",
+        ),
+        ("redis: {url: 'redis://h/main'}", "redis.url: what follows the host is not the number of a database; allowed"),
+        ("redis: {ur: x}", "redis.ur: unknown name; did you mean redis.url?"),
         ("http: {port: 9000}", "http.port and grpc.port are both 9000"),
         ("engine: {max_batched_tokens: 16}", "engine: max_batched_tokens is 16, but must be at least 48"),
         ("a: [", "is not YAML"),

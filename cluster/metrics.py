@@ -1,0 +1,91 @@
+"""A snapshot of the KV manager in Prometheus' text format. Translates, and knows only the snapshot's names.
+
+Of counters the manager keeps the sums: they begin again with it. Labels are replicas, roles and reasons, never tenants
+or requests, of which there is no end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from bifolio.kv_manager.split import REASONS
+
+STATES = ("free", "cached", "leased")  # of blocks: they add up to all there are
+
+# name -> (what of a replica, what it says)
+_OF_REPLICAS = {
+    "bifolio_kv_blocks_reserved": ("reserve", "Leased blocks that no sequence has drawn yet."),
+    "bifolio_kv_blocks_all": ("total", "Blocks of the replica's KV cache."),
+    "bifolio_kv_blocks_held": ("held", "Blocks under leases or in reserve, by the replica's own last report."),
+    "bifolio_leases_revoked": ("revoked", "Leases that were taken back and are not closed yet."),
+    "bifolio_queued_tokens": ("queued_tokens", "Prompt tokens placed on the replica and not computed yet."),
+    "bifolio_prefill_tokens_per_second": ("prefill_tokens_per_s", "Prompt tokens it computes in a second."),
+}
+
+
+def render(snapshot: Mapping[str, Any]) -> bytes:
+    return generate_latest(_Families([*_replicas(snapshot["replicas"]), *_cell(snapshot)]))
+
+
+def _replicas(replicas: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
+    who = ("replica", "role")
+    alive = GaugeMetricFamily("bifolio_replica_alive", "1: it takes new work; 0: it is leaving.", labels=who)
+    blocks = GaugeMetricFamily(
+        "bifolio_kv_blocks", "Blocks by state; the states add up to all there are.", labels=(*who, "state")
+    )
+    leases = GaugeMetricFamily("bifolio_leases", "Leases, offered or active.", labels=(*who, "state"))
+    others = {name: GaugeMetricFamily(name, text, labels=who) for name, (_, text) in _OF_REPLICAS.items()}
+    for replica in replicas:
+        labels = (replica["id"], replica["role"])
+        alive.add_metric(labels, replica["state"] == "alive")
+        for state in STATES:
+            blocks.add_metric((*labels, state), replica[state])
+        for state in ("offered", "active"):
+            leases.add_metric((*labels, state), replica[state])
+        for name, (key, _) in _OF_REPLICAS.items():
+            others[name].add_metric(labels, replica[key])
+    return iter((alive, blocks, leases, *others.values()))
+
+
+def _cell(snapshot: Mapping[str, Any]) -> Iterator[Metric]:
+    queue, cache = snapshot["queue"], snapshot["cache"]
+    yield _gauge("bifolio_manager_start_time_seconds", "The KV manager's epoch, as a time.", snapshot["epoch"] / 1e9)
+    yield _gauge("bifolio_store_up", "1: Redis answers the KV manager.", snapshot["store"]["answers"])
+    yield _gauge("bifolio_waiting", "Requests that wait for blocks.", snapshot["waiting"])
+    yield _gauge("bifolio_waiting_with_tokens", "Those that have part of their answer.", queue["with_tokens"])
+    yield _gauge("bifolio_oldest_wait_seconds", "How long the one that waits longest has waited.", queue["oldest_s"])
+    yield _counter("bifolio_admitted", "Requests placed, each time that they were.", queue["admitted"])
+    refused = CounterMetricFamily("bifolio_refused", "Requests that left the queue without blocks.", labels=("error",))
+    for error, count in queue["refused"].items():
+        refused.add_metric((error,), count)
+    yield refused
+    splits = CounterMetricFamily(
+        "bifolio_placements", "Placements by why they were split or not: see kv_manager/split.py.", labels=("reason",)
+    )
+    for reason in REASONS:
+        splits.add_metric((reason,), snapshot["splits"].get(reason, 0))
+    yield splits
+    yield _counter("bifolio_prefix_asked_tokens", "Tokens of the histories placed.", cache["asked_tokens"])
+    yield _counter("bifolio_prefix_hit_tokens", "Those that were cached where they are needed.", cache["hit_tokens"])
+    yield _counter("bifolio_evicted_blocks", "Cached blocks given away to be written.", cache["evicted_blocks"])
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

@@ -34,7 +34,8 @@ class Cell:
 
     def __init__(self, spec: ReplicaSpec, model: LoadedModel, split: bool) -> None:
         self.sampled: dict[Generation, list[float]] = defaultdict(list)
-        self._ledger = Ledger(1, KvConfig(silence_s=600))
+        self._loop = asyncio.get_running_loop()
+        self._ledger = Ledger(1, KvConfig(split="always" if split else "never", silence_s=600, confirm_s=600))
         self._decode = Core(spec, ReplicaId("decode#1"), "decode", model)
         self._streams = Streams(
             self._decode, spec.engine.max_sequences, lambda g: self._release(self._decode, g), lambda: None
@@ -63,6 +64,7 @@ class Cell:
         return Request(next(names), tuple(prompt), Sampling(max_tokens=most, temperature=0.0), time.time())
 
     async def place(self, request: Request) -> Placement:
+        """Without keys: nothing of a prompt is taken from a cache."""
         ask = Ask(request.id, len(request.history), request.most_tokens, request.arrival)
         while (placement := self._ledger.admit(ask, time.monotonic())) is None:
             for core in self._cores:
@@ -93,11 +95,12 @@ class Cell:
 
     def _register(self, core: Core, address: str) -> None:
         now = time.monotonic()
-        self._ledger.register(core.info(address), core.tags.report(now), now)
+        self._ledger.register(core.info(address), core.tags.report(now, complete=True), now)
 
     def _release(self, core: Core, generation: Generation) -> None:
-        if (beat := core.tags.close(generation)) is not None:
-            self._ledger.release(core.replica, generation, beat)
+        """From any thread; the ledger is used on the loop alone."""
+        if (release := core.tags.close(generation)) is not None:
+            self._loop.call_soon_threadsafe(self._ledger.release, release)
 
     async def _beat(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from bifolio.kv_manager.actor import connect
-from bifolio.protos.messages import Generation, ReplicaInfo, Reply, Report
+from bifolio.protos.messages import Generation, Release, ReplicaInfo, Reply, Report
 
 from .core import Core, ReplicaSpec
 
@@ -26,11 +27,16 @@ QUICKEST_S = 0.05  # between two beats, however often one is asked for
 
 
 class Beat:
+    """Made on the event loop."""
+
     def __init__(self, core: Core, spec: ReplicaSpec) -> None:
         self._core = core
         self._kv = spec.kv
         self._manager: Any = connect(*spec.manager)
+        self._loop = asyncio.get_running_loop()
         self._now = asyncio.Event()
+        self._lock = threading.Lock()  # of the list
+        self._releases: list[Release] = []
         self._draining = False
         self._task: asyncio.Task[None] | None = None
 
@@ -41,7 +47,7 @@ class Beat:
         GeometryMismatch when another replica of this model holds other blocks.
         """
         self._info, self._revoked = info, revoked
-        await self._manager.register.remote(info, self._take_report())
+        await self._manager.register.remote(info, self._take_report(complete=True))
         self._task = asyncio.create_task(self._beat())
 
     def drain(self) -> None:
@@ -58,14 +64,30 @@ class Beat:
 
     def close(self, generation: Generation) -> None:
         """Return a lease whose blocks nothing touches any more. From any thread; twice is harmless."""
-        beat = self._core.tags.close(generation)
-        if beat is not None:  # one way: if it is lost, the next report says it too
-            self._manager.release.remote(self._core.replica, generation, beat)
+        release = self._core.tags.close(generation)
+        if release is None:
+            return
+        with self._lock:
+            self._releases.append(release)
+            first = len(self._releases) == 1
+        if first:
+            self._loop.call_soon_threadsafe(self._release)
 
     def if_due(self) -> None:
-        """Beat at once when the reserve is far from what is wanted. On the event loop."""
+        """Beat at once when the reserve is far from what is wanted, or the ledger was wrong. On the event loop."""
         if self._core.tags.due:
             self._now.set()
+
+    def ask_if_due(self) -> None:
+        """The same, from any thread."""
+        self._loop.call_soon_threadsafe(self.if_due)
+
+    def _release(self) -> None:
+        """Say what was closed since the last time, in one call. It is one way: if it is lost, the next report says it
+        too."""
+        with self._lock:
+            releases, self._releases = tuple(self._releases), []
+        self._manager.release.remote(releases)
 
     async def _beat(self) -> None:
         while True:
@@ -83,10 +105,11 @@ class Beat:
     async def _report(self) -> None:
         reply: Reply = await self._manager.heartbeat.remote(self._take_report())
         if not reply.known:
-            await self._manager.register.remote(self._info, self._take_report())
+            await self._manager.register.remote(self._info, self._take_report(complete=True))
         for generation in self._core.tags.apply(reply):
             logger.warning("%s: the KV manager revoked lease %s", self._core.replica, generation)
             self._revoked(generation)
 
-    def _take_report(self) -> Report:
-        return replace(self._core.tags.report(time.monotonic()), draining=self._draining)
+    def _take_report(self, complete: bool = False) -> Report:
+        report = self._core.tags.report(time.monotonic(), complete=complete)
+        return replace(report, draining=self._draining, speeds=self._core.speeds)

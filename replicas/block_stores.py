@@ -14,6 +14,11 @@ waits for; so is a staging buffer's use by the host from its use by a copy.
 A read waits because a chunk may be announced when it is launched; a write, because the block's last owner may have let
 go of it when its last step was launched. No step waits for a copy: what was pulled is computed with after its context
 was left, and what is sent goes to another lease after its own was closed, and so after its last read.
+
+Steps that only read a block leave no mark, however many leases share it: it is written again only when no open lease
+has it, and what a step of a closed lease still reads then is thrown away. (So what a lease leaves in the cache is
+settled before it is closed, where its last step may be under way: `jobs.py`, `streams.py`.) But a block that is copied
+by the engine is marked as if it were written, and so is its copy: what comes of that read is kept.
 """
 
 from __future__ import annotations

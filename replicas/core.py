@@ -18,7 +18,7 @@ from bifolio.kernels import Layout, Quantization, kv_layout, runs_triton, self_c
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.tags import BlockTags
 from bifolio.protos.errors import ConfigError
-from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role
+from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role, Speeds
 
 from .config import EngineConfig
 from .device import Device, open_device
@@ -26,6 +26,7 @@ from .engine import Engine, EngineThread
 from .kv_memory import context_of
 from .llama import Llama
 from .model_files import fingerprint
+from .rates import Average
 from .scheduler import Scheduler
 from .sequence import Command, Event
 from .start_up import prepare
@@ -125,6 +126,7 @@ class Core:
             starve_s=spec.kv.starve_s,
         )
         self._engine = Engine(self.runner, scheduler)
+        self.transfer = Average()  # seconds that a hand-over to this replica added to its prefill
         self._thread: EngineThread | None = None
         self.replica, self.role, self._spec = replica, role, spec
 
@@ -146,6 +148,11 @@ class Core:
         """Raise if the replica cannot do its work."""
         if self._thread is None or not self._thread.is_alive():
             raise RuntimeError(f"the engine thread of {self.replica} has ended")
+
+    @property
+    def speeds(self) -> Speeds:
+        """As measured lately."""
+        return Speeds(self._engine.prefill_speed.value, self.transfer.value)
 
     def info(self, address: str = "") -> ReplicaInfo:
         """How the replica introduces itself; `address` is that of its Prefill stream, if it has one."""

@@ -28,9 +28,10 @@ def blamed(error: BifolioError, source: ReplicaId) -> BifolioError:
     return TransferFailed(f"{source} refused the prefill: {error.message}", source)
 
 
-def resumable(error: Resumable) -> Delta:
+def resumable(error: Resumable, choice: int | None = 0) -> Delta:
+    """None: all choices that have not ended."""
     avoid = None if isinstance(error, StalePlacement) else error.replica  # the ledger was wrong, not the replica
-    return Delta(resumable=(type(error).__name__, error.message, avoid))
+    return Delta(resumable=(type(error).__name__, error.message, avoid), choice=choice)
 
 
 def cause(closed: Closed, replica: ReplicaId) -> Resumable:

@@ -22,6 +22,7 @@ from bifolio.protos.messages import Generation, TokenLogprobs
 
 from .batch import Row
 from .penalties import SamplingState
+from .rates import Rate
 from .runner import Runner
 from .sampler import sample_tokens
 from .scheduler import Chunk, Outcome, Scheduler, Step
@@ -39,6 +40,7 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.broken = False  # the device computes nothing more for this process: there is no next step
+        self.prefill_speed = Rate()  # prompt tokens, by the time of the steps that they were in
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def submit(self, command: Command) -> None:
@@ -51,6 +53,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Everything that happened in one step, in order; empty when there was nothing to do."""
         events: list[Event] = list(self._obey())
+        if self.broken:
+            return events
         step = self.scheduler.schedule(time.monotonic())
         events.extend(step.closed)
         if not step.work:
@@ -62,9 +66,13 @@ class Engine:
     def _parts(self, step: Step) -> Iterator[list[Event]]:
         """The events of a step; if it raises, of each of its sequences alone, so that only the faulty one fails. After
         an error that ends all work of the device every one fails, and the engine is broken."""
+        began = time.monotonic()
         outcome = self._tried(step)
         if isinstance(outcome, Outcome):
-            yield self.scheduler.record(step, outcome, time.monotonic())
+            now = time.monotonic()
+            if prompts := sum(c.count for c in step.chunks if not c.sequence.first_sampled):
+                self.prefill_speed.add(prompts, now - began)
+            yield self.scheduler.record(step, outcome, now)
             return
         alone = [Step((chunk,)) for chunk in step.chunks] + [Step(handed=(s,)) for s in step.handed]
         self.broken = self.broken or not self.runner.works()
@@ -89,11 +97,24 @@ class Engine:
         closed = []
         while not self._commands.empty():
             match self._commands.get():
+                case Add() as add if error := self._uncopied(add):
+                    closed.append(Closed(add.generation, "failed", error))
                 case Add() as add:
                     self.scheduler.add(add, time.monotonic())
                 case Abort(generation) if gone := self.scheduler.close(generation, "aborted"):
                     closed.append(gone)
         return closed
+
+    def _uncopied(self, add: Add) -> str:
+        """Copy what a sequence begins with; why that could not be, in words."""
+        try:
+            if add.copy is not None:
+                self.runner.copy(*add.copy)
+        except Exception as error:
+            logger.error("a block was not copied\n%s", traceback.format_exc())
+            self.broken = self.broken or not self.runner.works()
+            return repr(error)
+        return ""
 
     def refuse(self) -> list[Event]:
         """Close what is here and what waits to be added: there will be no more steps."""

@@ -46,6 +46,11 @@ class KvCache:
         self.bytes: Tensor = tensor.view(blocks + 1, -1).view(torch.uint8)  # the same memory [blocks + 1, block_bytes]
         self.block_bytes: int = self.bytes.shape[1]
 
+    def copy(self, source: int, block: int) -> None:
+        """Launch a copy of a whole block, on the calling thread's stream: in its place among the steps."""
+        assert 1 <= min(source, block) <= max(source, block) <= self.blocks, (source, block)
+        self.bytes[block].copy_(self.bytes[source])
+
     def layer(self, index: int) -> Tensor:
         """View [blocks + 1, 2, kv_heads, block_size, head_dim] of one layer: K at [:, 0], V at [:, 1]."""
         return self._layers[index]

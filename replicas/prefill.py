@@ -24,7 +24,7 @@ class PrefillReplica:
         replica = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         self._core = Core(spec, replica, "prefill")
         self._beat = Beat(self._core, spec)
-        self._jobs = Jobs(self._core, self._beat.close)
+        self._jobs = Jobs(self._core, self._beat.close, self._beat.ask_if_due)
         self._core.start(self._jobs.deliver)
         self._server = PrefillServer(self._jobs, max_streams=spec.engine.max_sequences)
         await self._beat.start(self._core.info(f"127.0.0.1:{self._server.start()}"), self._jobs.revoke)

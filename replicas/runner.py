@@ -61,6 +61,14 @@ class Runner:
             mark = self._store.computed(np.unique(batch.slots // self.cache.block_size).tolist())
             self._launched.append(mark)
 
+    @torch.inference_mode()
+    def copy(self, source: int, block: int) -> None:
+        """Give a block the content that another one has after the steps launched so far."""
+        try:
+            self.cache.copy(source, block)
+        finally:  # the source is marked too: its next owner may write it only when it has been read
+            self._store.computed((source, block))
+
     def works(self) -> bool:
         """Whether the device goes on after a step that failed. An illegal access is the last thing that a process does
         on a GPU, and may show only now."""

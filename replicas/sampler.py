@@ -54,4 +54,4 @@ def sample_tokens(logits: Tensor, states: Sequence[SamplingState]) -> list[Choic
 
 def _uniform(state: SamplingState) -> float:
     s = state.sampling
-    return uniform(s.seed, 0, state.position) if s.temperature > 0 else 0.0
+    return uniform(s.seed, s.choice, state.position) if s.temperature > 0 else 0.0

@@ -4,8 +4,9 @@ Decode tokens first, one for each decoding sequence; what is left of `max_batche
 quarter of that prompt budget goes to the prompt with the least left, the rest in order of arrival, so that one huge
 prompt stalls nobody. Chunks end on block edges, except at the end of a prompt.
 
-    position:   0 ............ computed ............ len(tokens)
-                K and V in blocks   | chunk | later chunks
+    position:   0 .... cached .... computed ............ len(tokens)
+                K and V in blocks      | chunk | later chunks
+                shared | own: written
 
 A decoding sequence that needs a block draws it from the replica's reserve. When the reserve is empty it skips steps;
 once one has starved for `starve_s`, the latest arrival is preempted. The earliest never is: it waits for what others
@@ -92,6 +93,9 @@ class Scheduler:
     def add(self, add: Add, now: float) -> None:
         assert add.generation not in self.sequences
         assert 0 < len(add.tokens) <= len(add.blocks) * self.block_size
+        assert add.computed % self.block_size == 0 <= add.computed < len(add.tokens), "cached blocks are full, not all"
+        assert not add.computed or add.prompt_logprobs is None, "what is not computed here has no logprobs"
+        complete = len(add.tokens) if add.logits is not None else add.computed
         self.sequences[add.generation] = Sequence(
             add.generation,
             list(add.tokens),
@@ -100,14 +104,17 @@ class Scheduler:
             add.prompt_length,
             add.sampling,
             added=now,
-            computed=len(add.tokens) if add.logits is not None else 0,
+            computed=complete,
+            cached=complete,
             logits=add.logits,
             prompt_logprobs=add.prompt_logprobs,
         )
 
     def close(self, generation: Generation, reason: CloseReason, message: str = "") -> Closed | None:
         """Forget a sequence; None if it is not here (any more)."""
-        return Closed(generation, reason, message) if self.sequences.pop(generation, None) else None
+        if (gone := self.sequences.pop(generation, None)) is None:
+            return None
+        return Closed(generation, reason, message, 0 if reason == "failed" else gone.computed)
 
     @property
     def idle(self) -> bool:
@@ -124,6 +131,7 @@ class Scheduler:
         prompts = [s for s in ordered if s.left and not s.first_sampled and s.generation not in gone]
         chunks = [*decode, *self._prompt_chunks(prompts, self.max_batched_tokens - len(decode))]
         for chunk in chunks:
+            assert chunk.sequence.computed >= chunk.sequence.cached, "a block that others may share would be written"
             if chunk.sequence.started is None:
                 chunk.sequence.started = now
         return Step(tuple(chunks), tuple(s for s in handed if s.generation not in gone), closed)

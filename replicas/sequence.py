@@ -36,7 +36,11 @@ class Add:
     prompt_length: int
     sampling: Sampling | None = None
     logits: bytes | None = None  # fp32 row of the last position, when K and V of the whole history are in the blocks
-    prompt_logprobs: int | None = None  # as in Request; wants the history to be computed here
+    prompt_logprobs: int | None = None  # as in Request; wants the whole history to be computed here
+    computed: int = 0  # leading positions that are complete already, in full blocks, not all: shared, never written
+    # (source, own): before anything else the content of one block is copied. Fork: the source is the prompt's last
+    # block, partly filled, of another sequence that has not been added yet
+    copy: tuple[BlockId, BlockId] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class Closed:
     generation: Generation
     reason: CloseReason
     message: str = ""
+    computed: int = 0  # positions complete as after `Computed`; none of a failed sequence is to be trusted
 
 
 Event = Computed | Prefilled | Sampled | Closed
@@ -101,6 +106,7 @@ class Sequence:
     sampling: Sampling | None
     added: float
     computed: int = 0  # positions whose K and V are in the blocks, or will be by steps that were launched
+    cached: int = 0  # positions that were complete when it was added: nothing here writes below
     logits: bytes | None = None
     prompt_logprobs: int | None = None
     scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt, until they leave with an event

@@ -3,8 +3,16 @@
 Opens the one Prefill stream of a request, copies the KV blocks into this replica's cache, samples from the first token
 on, and goes on with continuous batching. Token ids only. Whatever ends an attempt early ends it as *resumable*.
 
-    generate() ──▶ open lease ──▶ pull (a thread) ──▶ engine (its thread) ──▶ deltas
-         └── finally: cancel the pull, abort the sequence; when both are gone, close the lease
+    generate() ──▶ open leases ──▶ pull (a thread) ──▶ engine (its thread) ──▶ deltas
+         └── finally: cancel the pull, abort the sequences; when both are gone, close the leases
+
+Several choices have one prompt, computed in the blocks of the first. Then each is a sequence of its own: it shares the
+prompt's full blocks, which nobody writes any more, and has a copy of the last one, if that is partly filled.
+
+What a lease leaves in its blocks is cached: keys are filled in when the prompt is there, and once more at the end, for
+the answer. Steps that only read a block need no mark, however many leases share it: it is written again only when no
+open lease has it, and what a step of a closed lease still reads then is thrown away. What is not thrown away, the last
+chunk of a prompt that was aborted, is settled before its lease is closed.
 
 Knows nothing about Ray or text; lives on one event loop.
 """
@@ -12,51 +20,30 @@ Knows nothing about Ray or text; lives on one event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 
-from bifolio.kv_manager.pull import PrefillClient, Pull
-from bifolio.protos.errors import BifolioError, Resumable, Revoked
-from bifolio.protos.messages import (
-    Commit,
-    Delta,
-    Generation,
-    Moved,
-    Placement,
-    Request,
-    Start,
-    Timings,
-)
+from bifolio.kv_manager.pull import PrefillClient
+from bifolio.protos.errors import BifolioError, Resumable, Revoked, StalePlacement
+from bifolio.protos.messages import Delta, Generation, Lease, Placement, Request, Start
 
+from .attempt import Attempt, Choice
 from .core import Core
 from .endings import blamed, cause, resumable
-from .sequence import Abort, Add, Closed, Event, Sampled
+from .key_chain import KeyChain
+from .sequence import Abort, Add, Closed, Computed, Event, Prefilled, Sampled
+
+logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.02  # later tokens leave at most this often per stream; the first leaves at once
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """One attempt at a request on this replica."""
-
-    placement: Placement
-    began: float = field(default_factory=time.monotonic)
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    in_engine: bool = False
-    pull: Pull | None = None
-    pulled: asyncio.Future[Commit] | None = None
-    gone: asyncio.Event = field(default_factory=asyncio.Event)  # the engine has let go
-
-    @property
-    def generation(self) -> Generation:
-        return self.placement.decode.generation
+LONG = 4096  # tokens: the keys of more take so long that other streams would feel it
 
 
 class Streams:
     """The attempts under way. `close` returns a lease; `stepped` is called on the event loop when blocks were used or
-    came back."""
+    came back, or the ledger was wrong about them."""
 
     def __init__(
         self, core: Core, max_sequences: int, close: Callable[[Generation], None], stepped: Callable[[], None]
@@ -65,14 +52,15 @@ class Streams:
         self._close_lease = close
         self._stepped = stepped
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[Generation, Stream] = {}
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._open: dict[Generation, tuple[Attempt, Choice]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # that close leases
         self._threads = ThreadPoolExecutor(max_sequences + 2, thread_name_prefix="pull")
         self._client = PrefillClient(core.store)
 
     async def stop(self) -> None:
         """After the last `generate`: returns when every lease is closed."""
-        await asyncio.gather(*self._retiring, return_exceptions=True)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         self._client.close()
         self._threads.shutdown(wait=False)
 
@@ -81,152 +69,199 @@ class Streams:
         self._loop.call_soon_threadsafe(self._take, events)
 
     def revoke(self, generation: Generation) -> None:
-        """End an attempt whose lease the KV manager takes back."""
-        if stream := self._streams.get(generation):
-            if stream.pull is not None:
-                stream.pull.cancel()
+        """End the choice whose lease the KV manager takes back, and with the last one the attempt. Harmless twice."""
+        if generation not in self._open:
+            return
+        attempt, choice = self._open[generation]
+        choice.revoked = True
+        if attempt.forked:
             self._core.submit(Abort(generation))
+            return
+        if choice is not attempt.first:  # in whose blocks the prompt is computed, for the others too
+            self._close(choice)
+        if all(choice.revoked for choice in attempt.choices):
+            self._stop_prompt(attempt)
 
     async def generate(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
         """Tokens of a request from where its history ends. Closing the iterator is the cancel.
 
-        Never raises for what another placement can mend: the last delta then names the cause in `resumable`.
+        Never raises for what another placement can mend: the last delta of a choice then names the cause in
+        `resumable`. What came with the prompt is in the first delta, whichever choice it is of.
         """
-        stream = Stream(placement)
+        of = (self._core.geometry, request.salt, request.history)
+        keys = KeyChain(*of) if len(request.history) <= LONG else await asyncio.to_thread(KeyChain, *of)
+        attempt = Attempt(placement, request, keys, self._core.geometry.block_size)
         try:
-            self._core.tags.open(placement.decode)
-        except Resumable as error:
-            yield resumable(error)
+            self._open_leases(attempt)
+        except StalePlacement as error:
+            self._stepped()
+            yield resumable(error, attempt.every)
             return
-        self._streams[stream.generation] = stream
         try:
-            commit = await self._prefill(stream, request)
-            committed = time.monotonic()
-            first = True
-            async for sampled in self._decode(stream):
-                delta = _delta(sampled)
-                if first:
-                    delta = replace(
-                        delta,
-                        timings=self._timings(stream, sampled[0], commit, committed),
-                        moved=_moved(commit),
-                        prompt_logprobs=commit.prompt_logprobs if commit else sampled[0].prompt_logprobs,
-                    )
-                    first, commit = False, None  # a commit may be large, and the answer long
+            self._sample(attempt, await self._prompt(attempt))
+            async for delta in self._decode(attempt):
                 yield delta
         except Resumable as error:
-            yield resumable(error)
+            yield resumable(error, attempt.every)
         except Revoked as error:
-            yield resumable(Resumable(error.message))
+            yield resumable(Resumable(error.message), attempt.every)
         finally:
-            self._retire(stream)
+            self._spawn(self._give_up(attempt))  # in the background: the caller may be a cancelled task
 
-    async def _prefill(self, stream: Stream, request: Request) -> Commit | None:
-        """Have the prompt's K and V in our blocks and the sequence in the engine. None: the engine prefills it."""
-        commit = None
-        # they left with the first token: an attempt that goes on from there does not send them again
-        prompt_logprobs = None if request.generated else request.prompt_logprobs
-        if (source := stream.placement.prefill) is not None:
-            stream.pull = self._client.pull(
-                stream.placement.prefill_address,
-                Start(
-                    request.id,
-                    source.generation,
-                    source.blocks,
-                    request.history,
-                    self._core.geometry,
-                    request.arrival,
-                    prompt_logprobs=prompt_logprobs,
-                    memory=stream.placement.prefill_memory,
-                ),
-            )
-            stream.pulled = asyncio.get_running_loop().run_in_executor(
-                self._threads, stream.pull.run, stream.placement.decode.blocks
-            )
-            try:
-                commit = await asyncio.shield(stream.pulled)
-            except BifolioError as error:
-                raise blamed(error, source.replica) from error
-            stream.pulled = None  # it has ended, and would keep the commit as long as the answer lasts
-        stream.in_engine = True
-        self._core.submit(
-            Add(
-                stream.generation,
-                request.history,
-                stream.placement.decode.blocks,
-                request.arrival,
-                len(request.prompt),
-                request.sampling,
-                commit.logits if commit else None,
-                None if commit else prompt_logprobs,
-            )
+    def _open_leases(self, attempt: Attempt) -> None:
+        """All of them, or none."""
+        tags, first = self._core.tags, attempt.first
+        opened: list[Generation] = []
+        try:
+            tags.open(first.lease, first.keys.upto(len(attempt.request.history)))
+            opened.append(first.generation)
+            for choice in attempt.choices[1:]:
+                tags.fork(choice.lease, first.generation)
+                opened.append(choice.generation)
+        except StalePlacement:
+            for generation in opened:
+                self._close_lease(generation)
+            raise
+        self._open |= {choice.generation: (attempt, choice) for choice in attempt.choices}
+
+    async def _prompt(self, attempt: Attempt) -> bytes | None:
+        """Have the prompt's K and V in the first choice's blocks; its last logits. None: the engine computes it with
+        the one choice there is."""
+        if (source := attempt.placement.prefill) is not None:
+            return await self._pulled(attempt, source)
+        if len(attempt.choices) == 1:
+            return None
+        self._submit(attempt.first, attempt.prompt_alone())
+        logits = b""
+        while True:
+            _, event = await attempt.events.get()
+            if isinstance(event, Prefilled):
+                attempt.computed_prompt(event)
+                logits = event.logits
+            elif isinstance(event, Closed):
+                if event.reason != "finished":
+                    raise cause(event, self._core.replica)
+                return logits
+
+    async def _pulled(self, attempt: Attempt, source: Lease) -> bytes:
+        request, first = attempt.request, attempt.first
+        start = Start(
+            request.id,
+            source.generation,
+            source.blocks,
+            request.history,
+            self._core.geometry,
+            request.arrival,
+            skip_blocks=first.lease.cached,
+            cached_blocks=source.cached,
+            salt=request.salt,
+            prompt_logprobs=attempt.prompt_logprobs,
+            memory=attempt.placement.prefill_memory,
         )
-        return commit
+        attempt.pull = self._client.pull(attempt.placement.prefill_address, start)
+        attempt.pulled = self._loop.run_in_executor(self._threads, attempt.pull.run, first.lease.blocks)
+        try:
+            commit = await asyncio.shield(attempt.pulled)
+        except BifolioError as error:
+            raise blamed(error, source.replica) from error
+        attempt.pulled = None  # it has ended, and would keep the commit as long as the answer lasts
+        self._core.transfer.add(attempt.pulled_prompt(commit))
+        attempt.filled = True
+        self._core.tags.fill(first.generation, first.keys.upto(len(request.history)))
+        return commit.logits
 
-    async def _decode(self, stream: Stream) -> AsyncGenerator[list[Sampled], None]:
-        """What was sampled since the last time, until the sequence finishes; raises Resumable if it ends early."""
-        finished = False
+    def _sample(self, attempt: Attempt, logits: bytes | None) -> None:
+        """Give the choices to the engine, the first one last: when it is there, the others have copied its block, and
+        it may end and go whenever it likes."""
+        for choice in reversed(attempt.choices):
+            if choice is attempt.first or not choice.revoked:
+                self._submit(choice, attempt.sampled(choice, logits))
+        attempt.forked = True
+        if attempt.first.revoked:
+            self._core.submit(Abort(attempt.first.generation))
+
+    async def _decode(self, attempt: Attempt) -> AsyncGenerator[Delta, None]:
+        """What was sampled since the last time, until every choice has finished or ended early."""
+        for choice in [choice for choice in attempt.choices if choice.generation not in self._open]:
+            choice.ended = True
+            yield resumable(Resumable("its lease was revoked before it began"), choice.number)
         due = 0.0
-        while not finished:
-            events = [await stream.events.get()]
+        while not all(choice.ended for choice in attempt.choices):
+            events = [await attempt.events.get()]
             await asyncio.sleep(due - time.monotonic())
-            while not stream.events.empty():
-                events.append(stream.events.get_nowait())
+            while not attempt.events.empty():
+                events.append(attempt.events.get_nowait())
             due = time.monotonic() + FLUSH_S
-            sampled = [e for e in events if isinstance(e, Sampled)]
-            if sampled:
-                yield sampled
-                finished = sampled[-1].finish is not None
-            if not finished:
-                for event in events:
-                    if isinstance(event, Closed):
-                        raise cause(event, self._core.replica)
+            for choice in dict.fromkeys(choice for choice, _ in events):
+                of = [event for other, event in events if other is choice]
+                if sampled := [event for event in of if isinstance(event, Sampled)]:
+                    yield attempt.delta(choice, sampled)
+                if not choice.ended and isinstance(closed := of[-1], Closed):
+                    choice.ended = True
+                    yield resumable(cause(closed, self._core.replica), choice.number)
 
-    def _timings(self, stream: Stream, first: Sampled, commit: Commit | None, committed: float) -> Timings:
-        now = time.monotonic()
-        elapsed = now - stream.began
-        if commit is None or stream.pull is None:
-            queue, prefill, transfer = first.queue_seconds, first.prefill_seconds, 0.0
-            return Timings(queue, prefill, transfer, elapsed - queue - prefill, elapsed)
-        queue = stream.pull.began - stream.began + commit.queue_seconds
-        transfer = committed - stream.pull.began - commit.queue_seconds - commit.prefill_seconds
-        return Timings(queue, commit.prefill_seconds, transfer, now - committed, elapsed)
+    def _submit(self, choice: Choice, add: Add) -> None:
+        choice.gone.clear()
+        self._core.submit(add)
 
     def _take(self, events: list[Event]) -> None:
+        tags = self._core.tags
         for event in events:
-            stream = self._streams[event.generation]
-            stream.events.put_nowait(event)
-            if isinstance(event, Closed):  # the last event of every sequence
-                stream.gone.set()
+            attempt, choice = self._open[event.generation]
+            match event:
+                case Computed(generation, tokens):
+                    tags.fill(generation, choice.keys.upto(tokens))
+                case Sampled(generation, token):
+                    if not attempt.filled:
+                        attempt.filled = True
+                        tags.fill(generation, choice.keys.upto(len(attempt.request.history)))
+                    choice.keys.append(token)
+                case Closed(generation, reason, computed=computed):  # the last event of every sequence
+                    tags.fill(generation, choice.keys.upto(computed))
+                    choice.gone.set()
+                    if attempt.forked and reason == "finished":
+                        self._close(choice)
+                    elif attempt.forked:
+                        self._spawn(self._settle(choice))
+            attempt.events.put_nowait((choice, event))
         self._stepped()
 
-    def _retire(self, stream: Stream) -> None:
-        """Give the attempt up, in the background: the caller may be a cancelled task."""
-        task = asyncio.create_task(self._close(stream))
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+    def _stop_prompt(self, attempt: Attempt) -> None:
+        if attempt.pull is not None:
+            attempt.pull.cancel()
+        if not attempt.first.gone.is_set():
+            self._core.submit(Abort(attempt.first.generation))
 
-    async def _close(self, stream: Stream) -> None:
-        """Close the lease once neither the pulling thread nor the engine can touch its blocks."""
-        if stream.pull is not None and stream.pulled is not None:
-            stream.pull.cancel()
-            await asyncio.wait([stream.pulled])
-            stream.pulled.exception()  # seen: it was raised in generate, or the attempt was cancelled before
-        if stream.in_engine:
-            self._core.submit(Abort(stream.generation))
-            await stream.gone.wait()
-        del self._streams[stream.generation]
-        self._close_lease(stream.generation)
-        self._stepped()  # blocks came back: sequences that starve may have them
+    async def _give_up(self, attempt: Attempt) -> None:
+        """Close the leases that are left, once neither the pulling thread nor the engine can touch their blocks."""
+        if attempt.pull is not None and attempt.pulled is not None:
+            attempt.pull.cancel()
+            await asyncio.wait([attempt.pulled])
+            attempt.pulled.exception()  # seen: it was raised in generate, or the attempt was cancelled before
+        for choice in attempt.choices:
+            if not choice.gone.is_set():
+                self._core.submit(Abort(choice.generation))
+        for choice in attempt.choices:
+            await choice.gone.wait()
+            if not attempt.forked:  # else that has closed it
+                await self._settle(choice)
 
+    async def _settle(self, choice: Choice) -> None:
+        """Close a lease whose last step may be under way: it reads what is shared, and makes what is cached."""
+        if choice.generation in self._open:
+            own = choice.lease.blocks[choice.lease.cached :]
+            try:
+                await asyncio.to_thread(self._core.store.settle, own)
+            except Exception as error:  # the device has ended, and the replica with it
+                logger.warning("%s: closing a lease all the same: %r", self._core.replica, error)
+            self._close(choice)
 
-def _delta(sampled: list[Sampled]) -> Delta:
-    return Delta(
-        tuple(event.token for event in sampled),
-        sampled[-1].finish,
-        logprobs=tuple(event.logprobs for event in sampled if event.logprobs is not None),
-    )
+    def _close(self, choice: Choice) -> None:
+        if self._open.pop(choice.generation, None) is not None:
+            self._close_lease(choice.generation)
+            self._stepped()  # blocks came back: sequences that starve may have them
 
-
-def _moved(commit: Commit | None) -> Moved:
-    return Moved(commit.block_count, commit.payload_bytes) if commit else Moved()
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -6,6 +6,7 @@ the same tokens, and compute as the engine does:
     chunks of n   the prompt in several steps
     batch         several sequences in common steps, each at another place: prompts beside answers
     resumed       prompt and half of the answer computed as one prompt, as after a preemption or a lost replica
+    cached        the prompt from its last block on, the blocks before from a sequence that had the same prompt
     split         the prompt on another replica, its KV blocks moved here by the Prefill stream: as messages, and on a
                   GPU once more by copies on the device
     graph         where decode steps are recorded: replayed ones against the same ones launched kernel by kernel
@@ -62,7 +63,7 @@ class _Sequence:
 
     prompt: tuple[int, ...]
     count: int  # of the rows of logits wanted
-    blocks: range
+    blocks: Sequence[int]
     chunk: int
     given: tuple[int, ...] | None
     tokens: list[int] = field(default_factory=list)
@@ -142,7 +143,7 @@ class Verifier:
     def ways_there(self) -> int:
         """How many `ways` yields."""
         optional = (bool(self._shared), self._graphs, self.float32 is not None and not self.float32.missing)
-        return len(CHUNKS) + 3 + sum(optional)
+        return len(CHUNKS) + 4 + sum(optional)
 
     def answer(self, prompt: Sequence[int], count: int) -> Answer:
         """The reference: `count` greedy tokens, computed alone, the prompt whole."""
@@ -156,6 +157,7 @@ class Verifier:
             yield self._alone(Way(f"in chunks of {chunk}"), answers, tick, chunk)
         yield self._batched(Way(f"in a batch of {self.batch}"), answers, tick)
         yield self._resumed(Way("resumed"), answers, tick)
+        yield self._cached(Way("cached"), answers, tick)
         yield self._split(Way("split"), answers, tick, b"")
         if self._shared:
             yield self._split(Way("split, on the device"), answers, tick, self._shared)
@@ -186,6 +188,16 @@ class Verifier:
             self._run([again])
             way.count(again.logits, a.logits[half:])
             tick()
+        return way
+
+    def _cached(self, way: Way, answers: Sequence[Answer], tick: Tick) -> Way:
+        size = self._decode.cache.block_size
+        for a in answers:
+            first, again = self._again(a, CHUNKS[0]), self._again(a, WHOLE, place=1)
+            self._run([first])
+            shared = (len(a.prompt) - 1) // size
+            again.blocks, again.computed = (*first.blocks[:shared], *again.blocks[shared:]), shared * size
+            self._compare(way, [again], [a], tick)
         return way
 
     def _split(self, way: Way, answers: Sequence[Answer], tick: Tick, memory: bytes) -> Way:

@@ -106,6 +106,17 @@ def test_blocks_arrive_before_the_last_chunk_is_computed():
     assert target.writes == 3
 
 
+@pytest.mark.parametrize(
+    ("cached", "skip", "at_once"), [(0, 0, []), (2, 0, [0, 1]), (2, 1, [1]), (1, 1, []), (1, 2, []), (2, 3, [])]
+)
+def test_what_is_cached_is_sent_at_once_unless_the_other_side_has_it(cached, skip, at_once):
+    outbox = Outbox(start(skip=skip), filled_store(SMALL), iter(()), window=9)
+    assert [unpack(frame).position for frame in outbox.send(4 * cached)] == at_once
+    assert [unpack(frame).position for frame in outbox.send(computed=10)] == list(range(max(cached, skip), 3))
+    commit = unpack(outbox.commit(DONE))
+    assert (commit.first_block, commit.block_count, commit.frames) == (skip, 3 - skip, 3 - skip)
+
+
 def test_no_more_than_a_window_is_ever_unacknowledged():
     sent, acked = 0, 0
 

@@ -35,6 +35,7 @@ COMMIT = Commit(Generation(1, 2), 10, 1, 2, 4, 64, b"\0" * 8, 0.25, 0.5)
         start(),
         replace(start(), prompt_logprobs=0),
         replace(start(), prompt_logprobs=20),
+        replace(start(skip=1), cached_blocks=2, salt="tenant ü"),
         start(memory=b'["\xff\0", 600 bytes or so]'),
         WORD,
         Ack(0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,21 @@ class Runner:
         self.fail = False
         self.sound = True
         self.tried = 0
+        self.done: list[tuple[int, ...]] = []  # copies, and of steps the number of rows
 
     def works(self) -> bool:
         return self.sound
+
+    def copy(self, source: int, block: int) -> None:
+        if self.fail:
+            raise RuntimeError("out of luck")
+        self.done.append((source, block))
 
     def compute(self, rows: list[Row]) -> Output:
         self.tried += 1
         if self.fail:
             raise RuntimeError("out of luck")
+        self.done.append((len(rows),))
         batch = build_batch(rows, 16)
         logits = torch.nn.functional.one_hot((batch.tokens + 1) % VOCABULARY, VOCABULARY).float()
         scores = token_logprobs(logits[batch.scored_rows], batch.targets, batch.tops)
@@ -69,7 +77,7 @@ def test_a_prompt_is_computed_and_its_tokens_follow():
     it.submit(add(1, (3, 4, 5), most=3))
     events = [event for _ in range(4) for event in it.step()]
     assert [e.token for e in events if isinstance(e, Sampled)] == [6, 7, 8]
-    assert events[-1] == Closed(Generation(1, 1), "finished")
+    assert events[-1] == Closed(Generation(1, 1), "finished", computed=5)  # the last token's K and V never are
     assert it.idle
 
 
@@ -77,7 +85,7 @@ def test_a_handed_over_prompt_leaves_with_its_logits():
     it, _ = engine()
     it.submit(add(1, (3, 4, 5)))
     computed, prefilled, closed = it.step()
-    assert closed == Closed(Generation(1, 1), "finished")
+    assert closed == Closed(Generation(1, 1), "finished", computed=3)
     assert computed == Computed(Generation(1, 1), 3)
     assert isinstance(prefilled, Prefilled)
     assert np.frombuffer(prefilled.logits, np.float32).argmax() == 6
@@ -92,12 +100,64 @@ def test_logits_that_were_handed_over_are_sampled_first():
     assert [e.token for _ in range(2) for e in it.step() if isinstance(e, Sampled)] == [20, 21]
 
 
+ROW = np.eye(VOCABULARY, dtype=np.float32)[20].tobytes()
+
+
+def forks() -> list[Add]:
+    """The second and third of them begin with a copy of the first one's block, which is added last."""
+    adds = [add(counter, (3, 4, 5), most=2, logits=ROW) for counter in (1, 2, 3)]
+    return [replace(each, copy=(adds[0].blocks[0], each.blocks[0])) for each in adds[:0:-1]] + adds[:1]
+
+
+def test_blocks_are_copied_before_any_step_of_whom_they_belong_to():
+    it, runner = engine()
+    for each in forks():
+        it.submit(each)
+    events = [e for _ in range(2) for e in it.step()]
+    assert runner.done == [(100, 300), (100, 200), (3,)]
+    assert [e.token for e in events if isinstance(e, Sampled)] == [20, 20, 20, 21, 21, 21]
+
+
+def test_a_copy_that_fails_ends_its_sequence_alone():
+    it, runner = engine()
+    for each in forks():
+        it.submit(each)
+    runner.copy = lambda source, block: 1 / 0 if block == 200 else None  # type: ignore[method-assign, assignment]
+    events = it.step()
+    assert [e.generation.counter for e in events if isinstance(e, Sampled)] == [1, 3]
+    (failed,) = [e for e in events if isinstance(e, Closed)]
+    assert (failed.generation.counter, failed.reason, failed.computed) == (2, "failed", 0)
+    assert not it.broken
+
+
+def test_a_copy_that_ends_the_device_ends_all():
+    it, runner = engine()
+    runner.fail, runner.sound = True, False
+    for each in forks():
+        it.submit(each)
+    events = [*it.step(), *it.refuse()]
+    assert sorted(e.generation.counter for e in events if isinstance(e, Closed)) == [1, 2, 3]
+    assert (it.broken, runner.tried, len(events)) == (True, 0, 3)
+
+
+def test_the_speed_of_prompts_is_measured_in_steps_that_have_some():
+    it, _ = engine()
+    assert it.prefill_speed.value == 0
+    it.submit(add(1, tuple(range(20)), most=5))
+    it.step()
+    first = it.prefill_speed.value
+    assert first > 0
+    it.step()
+    assert it.prefill_speed.value == first  # one token, decoded
+
+
 def test_an_aborted_sequence_is_closed_before_the_next_step():
     it, _ = engine()
     it.submit(add(1, (3, 4, 5), most=10))
     it.step()
+    it.step()
     it.submit(Abort(Generation(1, 1)))
-    assert it.step() == [Closed(Generation(1, 1), "aborted")]
+    assert it.step() == [Closed(Generation(1, 1), "aborted", computed=4)]
     it.submit(Abort(Generation(1, 1)))
     assert it.step() == []
 
@@ -108,7 +168,7 @@ def test_a_step_that_fails_closes_its_sequences_and_the_engine_goes_on():
     runner.fail = True
     (closed,) = it.step()
     assert isinstance(closed, Closed)
-    assert (closed.reason, "out of luck" in closed.message) == ("failed", True)
+    assert (closed.reason, closed.computed, "out of luck" in closed.message) == ("failed", 0, True)
     runner.fail = False
     it.submit(add(2, (8,), most=1))
     assert [e.token for e in it.step() if isinstance(e, Sampled)] == [9]
@@ -258,7 +318,7 @@ def test_the_thread_sleeps_until_something_is_submitted_and_stops_when_told():
     thread.start()
     for counter in (1, 2, 3):
         thread.submit(add(counter, (counter,), most=1))
-        assert any(e == Closed(Generation(1, counter), "finished") for e in delivered.get(timeout=20))
+        assert any(e == Closed(Generation(1, counter), "finished", computed=1) for e in delivered.get(timeout=20))
     thread.stop()
     assert not thread.is_alive()
     assert thread not in threading.enumerate()

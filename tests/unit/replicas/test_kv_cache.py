@@ -38,6 +38,20 @@ def test_a_block_is_bytes_with_all_its_layers(dtype: torch.dtype) -> None:
         assert not target.layer(i)[:3].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_is_copied_with_all_its_layers(dtype: torch.dtype) -> None:
+    c = cache(dtype)
+    for i in range(2):
+        c.layer(i)[1:] = torch.randn(3, 2, 2, 8, 32)
+    before = c.bytes.clone()
+    c.copy(1, 3)
+    assert torch.equal(c.bytes[3], before[1])
+    assert torch.equal(c.bytes[:3], before[:3])
+    for source, block in ((0, 1), (1, 0), (4, 1), (1, 4)):
+        with pytest.raises(AssertionError):
+            c.copy(source, block)
+
+
 def test_a_cache_says_its_layout_and_lies_on_its_device() -> None:
     assert cache().layout == "plain"
     assert cache().device == torch.device("cpu")

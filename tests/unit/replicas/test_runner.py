@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -32,14 +34,17 @@ class Cache:
     block_size = 8
     device = torch.device("cpu")
 
+    def copy(self, source: int, block: int) -> None:
+        pass
+
 
 class Store:
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
         self.waited: list[int] = []
 
-    def computed(self, blocks: list[int]) -> Mark:
-        self.steps.append(blocks)
+    def computed(self, blocks: Iterable[int]) -> Mark:
+        self.steps.append(list(blocks))
         return Mark(self.waited, len(self.steps))
 
 
@@ -91,6 +96,17 @@ def test_it_hears_so_of_a_step_that_fails_too() -> None:
     with pytest.raises(ZeroDivisionError):
         runner(model, store).run([Row([1], 0, [3])])
     assert store.steps == [[3]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_it_hears_of_both_blocks_of_a_copy(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """The source too: what is read there is kept, so its next owner must not write before."""
+    store = Store()
+    if fails:
+        monkeypatch.setattr(Cache, "copy", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        runner(Model(), store).copy(3, 7)
+    assert store.steps == [[3, 7]]
 
 
 def test_the_host_is_never_more_than_two_steps_ahead() -> None:

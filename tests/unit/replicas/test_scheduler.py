@@ -78,7 +78,7 @@ def test_a_handed_over_sequence_reports_each_chunk_and_then_its_logits():
     s.add(add(1, 40), 0.0)
     g = Generation(1, 1)
     assert play(s)[1] == [Computed(g, 32)]
-    assert play(s)[1] == [Computed(g, 40), Prefilled(g, b"row!", 0.0, 0.0), Closed(g, "finished")]
+    assert play(s)[1] == [Computed(g, 40), Prefilled(g, b"row!", 0.0, 0.0), Closed(g, "finished", computed=40)]
     assert s.idle
 
 
@@ -119,7 +119,7 @@ def test_the_stop_token_ends_the_sequence():
     s = scheduler()
     s.add(add(1, 20, most=5), 0.0)
     _, events = play(s, token=99)
-    assert events == [Sampled(Generation(1, 1), 99, "stop"), Closed(Generation(1, 1), "finished")]
+    assert events == [Sampled(Generation(1, 1), 99, "stop"), Closed(Generation(1, 1), "finished", computed=20)]
 
 
 def test_max_tokens_counts_from_the_original_prompt():
@@ -150,6 +150,52 @@ def test_a_history_that_was_generated_has_no_prompt_logprobs():
     assert [one.token for one in events[0].prompt_logprobs] == [1, 2, 3, 4]
 
 
+def test_what_is_cached_is_not_computed_and_chunks_go_on_from_there():
+    s = scheduler(budget=40)
+    s.add(add(1, 100, computed=48), 0.0)
+    steps = [play(s) for _ in range(2)]
+    assert [counts(step)[1] for step, _ in steps] == [32, 20]
+    assert steps[0][1] == [Computed(Generation(1, 1), 80)]
+
+
+@pytest.mark.parametrize("most", [None, 1])
+def test_the_last_token_alone_is_computed_when_all_before_is_cached(most):
+    s = scheduler()
+    s.add(add(1, 33, most=most, computed=32), 0.0)
+    step, events = play(s)
+    assert counts(step) == {1: 1}
+    assert events[-1] == Closed(Generation(1, 1), "finished", computed=33)
+
+
+@pytest.mark.parametrize("wrong", [{"computed": 33}, {"computed": 48}, {"computed": -16}, {"computed": 20}])
+def test_cached_positions_are_full_blocks_and_never_all(wrong):
+    with pytest.raises(AssertionError):
+        scheduler().add(add(1, 48, **wrong), 0.0)
+
+
+def test_logprobs_of_a_prompt_want_it_computed():
+    with pytest.raises(AssertionError, match="logprobs"):
+        scheduler().add(add(1, 48, most=3, computed=16, prompt_logprobs=1), 0.0)
+
+
+@pytest.mark.parametrize("logits", [None, b"row!"])
+def test_nothing_writes_below_what_was_complete(logits):
+    s = scheduler()
+    s.add(add(1, 40, most=5, computed=16, logits=logits), 0.0)
+    play(s)
+    s.sequences[Generation(1, 1)].computed = 8
+    with pytest.raises(AssertionError, match="share"):
+        s.schedule(0.0)
+
+
+def test_what_ends_says_how_far_it_was_unless_it_failed():
+    s = scheduler(budget=32)
+    for reason, computed in (("aborted", 32), ("preempted", 32), ("failed", 0)):
+        s.add(add(1, 100), 0.0)
+        play(s)
+        assert s.close(Generation(1, 1), reason) == Closed(Generation(1, 1), reason, computed=computed)
+
+
 def test_a_growing_sequence_draws_blocks():
     s = scheduler()
     s.add(add(1, 16, most=40), 0.0)
@@ -175,7 +221,9 @@ def test_after_starving_too_long_the_latest_arrival_is_preempted():
     play(s)
     play(s, 1.0)
     _, events = play(s, 1.3)
-    assert [(e.generation.counter, e.reason) for e in events if isinstance(e, Closed)] == [(2, "preempted")]
+    assert [(e.generation.counter, e.reason, e.computed) for e in events if isinstance(e, Closed)] == [
+        (2, "preempted", 17)
+    ]
     assert list(s.sequences) == [Generation(1, 1)]
 
 

@@ -9,8 +9,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from staging_kit import Late, block_of, chunk_by_chunk, two_late
 from transfer_kit import (
     DONE,
@@ -31,6 +33,9 @@ from bifolio.kv_manager.wire import Malformed, unpack
 from bifolio.protos.errors import Revoked
 from bifolio.protos.messages import BlockId, Generation
 from bifolio.replicas.block_stores import StagedBlocks
+from bifolio.replicas.delayed_device import DelayedDevice
+from bifolio.replicas.kv_cache import KvCache
+from bifolio.replicas.runner import Runner
 
 SEEDS = range(60)
 
@@ -87,6 +92,50 @@ def test_the_first_write_comes_after_what_made_the_cache():
         put(store, 1, bytes([1]) * late.cache.block_bytes)
         late.device.settle()
         assert late.cache.bytes[1].eq(1).all()
+
+
+class LateCache(KvCache):
+    """Copies its blocks in their place among the steps of a late device."""
+
+    device_of_steps: DelayedDevice
+
+    def copy(self, source: int, block: int) -> None:
+        self.device_of_steps.launch(lambda: super(LateCache, self).copy(source, block))
+
+
+def forked(seed: int) -> tuple[Late, list[bytes]]:
+    """Blocks 1 and 2 of a prompt are computed, and block 5 is made a copy of block 2; what they hold."""
+    late = Late(seed, LateCache(6, layers=2, kv_heads=2, block_size=4, head_dim=8, dtype=torch.bfloat16))
+    late.cache.device_of_steps = late.device  # type: ignore[attr-defined]
+    runner: Any = Runner(None, late.cache, late.store)  # type: ignore[arg-type]
+    late.step(5)
+    prompt = late.step(1, 2)
+    runner.copy(2, 5)
+    return late, prompt
+
+
+def test_a_copied_block_has_what_the_steps_before_it_computed():
+    for seed in SEEDS:
+        late, (_, last) = forked(seed)
+        late.step(2)  # the first one goes on in its block
+        assert late.seen(5) == [last]
+        late, (_, last) = forked(seed)
+        assert content(late.store, 5) == last
+
+
+def test_the_source_of_a_copy_is_not_written_before_it_was_read():
+    """Its lease may have been closed, without a step, as soon as the copy was launched."""
+    for seed in SEEDS:
+        late, (_, last) = forked(seed)
+        put(late.store, 2, bytes(late.cache.block_bytes))
+        assert late.seen(2, 5) == [bytes(late.cache.block_bytes), last]
+
+
+def test_a_copy_comes_after_its_own_blocks_last_owner_and_before_what_is_written_there():
+    for seed in SEEDS:
+        late, _ = forked(seed)
+        put(late.store, 5, bytes(late.cache.block_bytes))
+        assert late.seen(5) == [bytes(late.cache.block_bytes)]
 
 
 def test_data_may_go_when_a_write_returns():

@@ -1,7 +1,7 @@
-"""One answer as text: a query in, pieces of text out, the same for every door.
+"""An answer as text: a query in, pieces of text out, the same for every door. Of several choices, whichever goes on.
 
 Knows nothing about HTTP or gRPC. What the frontend yields in tokens becomes complete characters without any stop
-string; the last piece says why the answer ends and what it cost.
+string; the last piece of a choice says why it ends, the last of all what the answer cost.
 
 Reading a query takes a while, in a thread. Chats have threads of their own: their template comes with the model, and
 may be slow with all of them while everything else goes on.
@@ -22,9 +22,11 @@ from bifolio.protos import inference_pb2 as pb
 from bifolio.protos.errors import Overloaded
 from bifolio.protos.messages import FinishReason, Request, TokenLogprobs
 
+from .account import Account
 from .chat import Chat
+from .choices import Choices
 from .detokenizer import Detokenizer
-from .frontend import Account, Frontend
+from .frontend import Frontend
 from .query import Query, Served, resolve
 
 PATIENCE = 2.0  # seconds that a chat waits for a thread
@@ -36,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text and tokens since the last piece; `finish` and `usage` only in the last one.
+    """Text and tokens of a choice since its last piece; `finish` only in the last one of it, `usage` of the answer.
 
     `logprobs` are those of just these tokens, whatever of their text is held back or cut off.
     """
@@ -47,6 +49,7 @@ class Piece:
     usage: pb.Usage | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first one
+    choice: int = 0
 
 
 async def answer(query: Query, served: Served, frontend: Frontend) -> AsyncGenerator[Piece, None]:
@@ -54,27 +57,31 @@ async def answer(query: Query, served: Served, frontend: Frontend) -> AsyncGener
     account = Account()
     chat = isinstance(query.prompt, Chat)
     resolved = await in_thread(chat, lambda: resolve(query, served, lambda: secrets.randbits(63)))
-    sampling = resolved.sampling
+    prompt, sampling, stops, prompt_logprobs, n, salt, tenant, priority = resolved
+    arrival = time.time()
     request = Request(
-        query.id, resolved.prompt, sampling, arrival=time.time(), prompt_logprobs=resolved.prompt_logprobs
+        query.id, prompt, sampling, arrival, (), prompt_logprobs, n=n, salt=salt, tenant=tenant, priority=priority
     )
-    detokenizer = Detokenizer(served.tokenizer, resolved.stops, sampling.min_tokens)
+    choices = Choices(request)
+    texts = [Detokenizer(served.tokenizer, stops, sampling.min_tokens) for _ in range(n)]
     count = 0
-    async with aclosing(frontend.generate(request, account)) as stream:
+    async with aclosing(frontend.generate(choices, account)) as stream:
         async for delta in stream:
-            tokens, finish = delta.tokens, delta.finish
-            taken = detokenizer.tokens
+            assert delta.choice is not None
+            tokens, finish, text_of = delta.tokens, delta.finish, texts[delta.choice]
+            taken = text_of.tokens
             # The token that ends the answer is counted, but is no part of its text
-            text = detokenizer.push(tokens[:-1] if finish == "stop" else tokens)
-            if detokenizer.stopped:
-                tokens, finish = tokens[: detokenizer.tokens - taken], "stop"
+            text = text_of.push(tokens[:-1] if finish == "stop" else tokens)
+            if text_of.stopped:
+                tokens, finish = tokens[: text_of.tokens - taken], "stop"
+                choices.give_up(delta.choice)
             count += len(tokens)
-            usage = None
             if finish is not None:
-                text += detokenizer.finish()
-                usage = _usage(request, count, account)
-            yield Piece(text, tokens, finish, usage, delta.logprobs[: len(tokens)], delta.prompt_logprobs)
-            if finish is not None:
+                text += text_of.finish()
+            usage = None if choices.open else account.usage(request, count)
+            logprobs = delta.logprobs[: len(tokens)]
+            yield Piece(text, tokens, finish, usage, logprobs, delta.prompt_logprobs, delta.choice)
+            if usage is not None:
                 return
 
 
@@ -94,30 +101,3 @@ async def in_thread(chat: bool, work: Callable[[], T]) -> T:
         return await result
     finally:
         result.cancel()
-
-
-def _usage(request: Request, completion_tokens: int, account: Account) -> pb.Usage:
-    parts, placement = account.timings, account.placement
-    assert placement is not None
-    return pb.Usage(
-        prompt_tokens=len(request.prompt),
-        completion_tokens=completion_tokens,
-        seed=request.sampling.seed,
-        timings=pb.Timings(
-            ttft=account.ttft,
-            queue=account.waited + parts.queue,
-            prefill=parts.prefill,
-            transfer=parts.transfer,
-            first_decode=parts.first_decode,
-            # Durations, each of one clock: what the ingress waited for the first token, less what decode spent on it
-            overhead=account.ttft - account.waited - parts.elapsed,
-            total=account.elapsed(),
-        ),
-        route=pb.Route(
-            prefill_replica=placement.prefill.replica if placement.prefill else "",
-            decode_replica=placement.decode.replica,
-            blocks=account.moved.blocks,
-            bytes=account.moved.bytes,
-            resumes=account.resumes,
-        ),
-    )

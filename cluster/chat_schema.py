@@ -54,7 +54,6 @@ class ChatRequest(SamplingFields, ChatFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    n: object = None
     tools: object = None
     tool_choice: object = None
     parallel_tool_calls: object = None
@@ -71,7 +70,6 @@ class ChatRequest(SamplingFields, ChatFields):
 
     _nothing = asks_for_nothing(
         {
-            "n": (1,),
             "tools": ([],),
             "tool_choice": ("none", "auto"),
             "parallel_tool_calls": (True, False),

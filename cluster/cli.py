@@ -93,7 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, metavar="S", help="64 bits (default: drawn, and shown)")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given 4 times")
     generate.add_argument("--ignore-eos", action="store_true", help="go on after the end of the answer")
+    generate.add_argument("-n", "--choices", type=int, default=1, metavar="N", help="so many answers (default: 1)")
+    generate.add_argument("--request-id", default="", metavar="ID", help="what `bifolio cancel` takes")
     generate.add_argument("--quiet", action="store_true", help="no line about the usage")
+
+    cancel = commands.add_parser("cancel", help="give a request up by its id, over gRPC")
+    cancel.set_defaults(run=_cancel)
+    cancel.add_argument("id", help="as it was given, or as the answer tells it")
+    cancel.add_argument("--address", default="127.0.0.1:9000", help="gRPC address (default: %(default)s)")
 
     verify = commands.add_parser("verify", help="does an answer depend on how it was computed? tried on your model")
     verify.set_defaults(run=_verify)
@@ -184,20 +191,30 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     from .client import Client
+    from .display import Answers
     from .query import OPTIONS
 
-    fields = ("model", "max_tokens", "stop", "ignore_eos", *OPTIONS)
+    fields = ("model", "max_tokens", "stop", "ignore_eos", "request_id", *OPTIONS)
+    given = {name: getattr(args, name) for name in fields}
+    answers = Answers(args.choices)
     with Client(args.address) as client:
         prompt = _prompt(args)
-        response = None
         try:
-            for response in client.generate(prompt, **{name: getattr(args, name) for name in fields}):
-                print(response.text, end="", flush=True)
+            for message in client.generate(prompt, n=args.choices, **given):
+                answers.take(message)
         finally:
-            if response is not None:
-                print()  # also under half an answer
+            answers.end()
     if not args.quiet:
-        print(_usage_line(response), file=sys.stderr)
+        print(answers.usage(), file=sys.stderr)
+    return 0
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    from .client import Client
+
+    with Client(args.address) as client:
+        client.cancel(args.id)
+    print(f"{args.id}: cancelled")
     return 0
 
 
@@ -213,35 +230,14 @@ def _prompt(args: argparse.Namespace) -> Any:
     return Chat((*system, {"role": "user", "content": text}))
 
 
-def _usage_line(last: Any) -> str:
-    usage, timings, route = last.usage, last.usage.timings, last.usage.route
-    parts = ("queue", "prefill", "transfer", "first_decode", "overhead")
-    return (
-        f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {last.finish_reason}, seed {usage.seed}; "
-        f"TTFT {timings.ttft * 1e3:.0f} ms = "
-        + " + ".join(f"{part} {getattr(timings, part) * 1e3:.0f}" for part in parts)
-        + f"; total {timings.total:.2f} s; prefilled on {route.prefill_replica or route.decode_replica}, "
-        f"decoded on {route.decode_replica}, KV blocks moved: {route.blocks} ({route.bytes / 1e6:.1f} MB)"
-        + (f", placed again: {route.resumes}" if route.resumes else "")
-    )
-
-
 def _status(args: argparse.Namespace) -> int:
     status = _get_json(f"http://{args.address.removeprefix('http://').rstrip('/')}/status")
     if args.json:
         print(json.dumps(status, indent=2))
         return 0
-    from rich.console import Console
-    from rich.table import Table
+    from .display import print_status
 
-    table = Table(title=f"{status['model']}: {status['waiting']} waiting", title_justify="left")
-    words = ("id", "role", "state", "address")
-    counts = ("pid", "free", "cached", "leased", "total", "offered", "active", "held")
-    for name in words + counts:
-        table.add_column(name, justify="right" if name in counts else "left")
-    for replica in status["replicas"]:
-        table.add_row(*(str(replica[name]) for name in words + counts))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)  # in a pipe nothing is cut off
+    print_status(status)
     return 0
 
 

@@ -71,6 +71,13 @@ class Client:
             raise self._translate(error) from error
         return list(response.models)
 
+    def cancel(self, request_id: str) -> None:
+        """Gives a request up, wherever it is; also one that comes only within the next minute."""
+        try:
+            self._stub.Cancel(pb.CancelRequest(request_id=request_id), metadata=_METADATA)
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+
     def generate(
         self,
         prompt: str | Sequence[int] | Chat,
@@ -92,14 +99,22 @@ class Client:
         ignore_eos: bool = False,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        n: int | None = None,
+        request_id: str = "",
+        cache_salt: str | None = None,
+        priority: int | None = None,
+        user: str | None = None,
         timeout: float | None = None,
     ) -> Generator[pb.GenerateResponse, None, None]:
         """The answer as it is produced; the last message carries `finish_reason` and `usage`.
 
+        With `n` above 1 several answers, mixed: each message tells its `choice`, and each choice its `finish_reason`.
+        `request_id` is what `cancel` takes; without, the cluster draws one, and each message tells it.
+
         Closing the iterator, or leaving a loop over it, cancels the request.
         """
         query = Query(
-            id=RequestId(""),
+            id=RequestId(request_id),
             prompt=prompt if isinstance(prompt, str | Chat) else _token_ids(prompt),
             model=model,
             max_tokens=max_tokens,
@@ -118,6 +133,10 @@ class Client:
             ignore_eos=ignore_eos,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            n=n,
+            cache_salt=cache_salt,
+            priority=priority,
+            user=user,
         )
         request = query_to_pb(query)
         call = self._stub.Generate(request, metadata=_METADATA, timeout=timeout)

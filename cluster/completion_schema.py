@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from bifolio.protos.messages import RequestId
 
@@ -23,12 +23,20 @@ class CompletionRequest(SamplingFields):
     prompt: Any = Field(json_schema_extra={"x-allowed": PROMPTS})
     logprobs: int | None = None
 
-    n: object = None
-    best_of: object = None
+    best_of: int | None = None
     echo: object = None
     suffix: object = None
 
-    _nothing = asks_for_nothing({"n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",)})
+    _nothing = asks_for_nothing({"echo": (False,), "suffix": ("",)})
+
+    @field_validator("best_of")
+    @classmethod
+    def _all_that_are_made(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        """To choose the best of more is not supported yet."""
+        n = info.data.get("n") or 1
+        if best_of not in (None, n):
+            raise ValueError(f"got {best_of}; not supported yet, allowed: {n}, which is n, or null")
+        return best_of
 
     @field_validator("prompt")
     @classmethod

@@ -14,7 +14,7 @@ from bifolio.protos.messages import RequestId, TokenLogprobs
 from .chat import Chat
 from .json_body import read_object
 from .mistakes import short
-from .query import OPTIONS, Query
+from .query import OPTIONS, REQUEST_OPTIONS, Query
 
 FIELD = "bifolio-field"  # trailing metadata of a refused call: the field of the request that is wrong
 
@@ -27,6 +27,7 @@ def query_from_pb(request: pb.GenerateRequest, id: RequestId) -> Query:
     """A request without a prompt is one with an empty prompt: `resolve` refuses both alike."""
     sampling = request.sampling
     given: dict[str, Any] = {name: getattr(sampling, name) for name in _OPEN if sampling.HasField(name)}
+    given |= {name: getattr(request, name) for name in REQUEST_OPTIONS if request.HasField(name)}
     return Query(
         id=id,
         prompt=_prompt_from_pb(request),
@@ -35,7 +36,6 @@ def query_from_pb(request: pb.GenerateRequest, id: RequestId) -> Query:
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
-        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         **given,
     )
 
@@ -60,8 +60,10 @@ def _prompt_from_pb(request: pb.GenerateRequest) -> str | tuple[int, ...] | Chat
 
 
 def query_to_pb(query: Query) -> pb.GenerateRequest:
-    """What a client sends for a query; its id is given by the cluster. InvalidRequest names what cannot be sent."""
+    """What a client sends for a query. InvalidRequest names what cannot be sent."""
     request = pb.GenerateRequest(model=query.model)
+    with _sent("request_id", query.id):
+        request.request_id = query.id
     sampling = request.sampling
     for name in _OPEN:
         if (value := getattr(query, name)) is not None:
@@ -74,9 +76,10 @@ def query_to_pb(query: Query) -> pb.GenerateRequest:
         with _sent("logit_bias", {id: bias}):
             sampling.logit_bias[id] = bias
     sampling.ignore_eos = query.ignore_eos
-    if query.prompt_logprobs is not None:
-        with _sent("prompt_logprobs", query.prompt_logprobs):
-            request.prompt_logprobs = query.prompt_logprobs
+    for name in REQUEST_OPTIONS:
+        if (value := getattr(query, name)) is not None:
+            with _sent(name, value):
+                setattr(request, name, value)
     with _sent("prompt", query.prompt):
         match query.prompt:
             case str():
@@ -123,12 +126,13 @@ def logprobs_to_pb(entries: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
 
 
 def usage_to_json(usage: pb.Usage) -> dict[str, object]:
-    """OpenAI's three counts, and beside them what only Bifolio tells."""
+    """OpenAI's counts, and beside them what only Bifolio tells."""
     timings, route = usage.timings, usage.route
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "seed": usage.seed,
         "timings": {field.name: getattr(timings, field.name) for field in timings.DESCRIPTOR.fields},
         "route": {field.name: getattr(route, field.name) for field in route.DESCRIPTOR.fields},

@@ -1,4 +1,4 @@
-"""`bifolio demo`: a real cluster, one question over HTTP and one over gRPC, both streamed, then what they cost.
+"""`bifolio demo`: a real cluster, one question over HTTP and one over gRPC, twice, all streamed, then what they cost.
 
 Knows the cluster only from outside, as any client does.
 """
@@ -27,6 +27,7 @@ PASSAGE = (
     "and values are computed in one pool, moved block by block while the next part is still being computed, and the "
     "answer is written in the other. "
 )
+QUESTION = "Why are the two stages split?"
 
 
 def run() -> int:
@@ -38,7 +39,8 @@ def run() -> int:
                 "HTTP",
                 _over_http(console, cluster, "What is the capital of France? Answer in one sentence."),
             ),
-            ("gRPC", _over_grpc(console, cluster, PASSAGE * 4 + "Why are the two stages split?")),
+            ("gRPC", _over_grpc(console, cluster, f"over gRPC[/] (a passage of some 400 tokens, then) {QUESTION}")),
+            ("again", _over_grpc(console, cluster, "over gRPC, the same again[/]")),
         ]
         console.print(_table(answers))
     return 0
@@ -65,10 +67,10 @@ def _over_http(console: Console, cluster: SpawnedCluster, question: str) -> dict
     return usage
 
 
-def _over_grpc(console: Console, cluster: SpawnedCluster, question: str) -> dict[str, Any]:
-    console.print("[bold]over gRPC[/] (a passage of some 400 tokens, then) Why are the two stages split?")
+def _over_grpc(console: Console, cluster: SpawnedCluster, title: str) -> dict[str, Any]:
+    console.print(f"[bold]{title}", soft_wrap=True)
     usage: dict[str, Any] = {}
-    chat = Chat(({"role": "user", "content": question},))
+    chat = Chat(({"role": "user", "content": PASSAGE * 4 + QUESTION},))
     with Client(cluster.grpc_address) as client:
         for message in client.generate(chat, max_tokens=60, temperature=0.0):
             console.print(message.text, end="", markup=False, soft_wrap=True)
@@ -79,7 +81,7 @@ def _over_grpc(console: Console, cluster: SpawnedCluster, question: str) -> dict
 
 
 def _table(answers: list[tuple[str, dict[str, Any]]]) -> Table:
-    table = Table(title="Prefilled on one replica, decoded on another")
+    table = Table(title="Prefilled on one replica, decoded on another, cached on both")
     table.add_column("")
     for name, _ in answers:
         table.add_column(name, justify="right")
@@ -90,9 +92,11 @@ def _table(answers: list[tuple[str, dict[str, Any]]]) -> Table:
     def seconds(part: str) -> Any:
         return lambda usage: f"{1e3 * usage['timings'][part]:.1f} ms"
 
-    row("prefill replica", lambda u: u["route"]["prefill_replica"])
+    row("prefill replica", lambda u: u["route"]["prefill_replica"] or "-")
     row("decode replica", lambda u: u["route"]["decode_replica"])
     row("prompt tokens", lambda u: str(u["prompt_tokens"]))
+    row("  from the cache", lambda u: str(u["prompt_tokens_details"]["cached_tokens"]))
+    row("split or not", lambda u: u["route"]["reason"])
     row("KV blocks moved", lambda u: str(u["route"]["blocks"]))
     row("bytes moved", lambda u: f"{u['route']['bytes']:,}")
     row("time to first token", seconds("ttft"))

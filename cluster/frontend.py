@@ -1,11 +1,13 @@
 """Takes a request through admission and decode, and places it again when an attempt ends early.
 
-Token ids only: knows nothing about HTTP, gRPC or text. This loop is the one resume path: a stale placement, a lost
+Token ids only: knows nothing about HTTP, gRPC or text. `_attempts` is the one resume path: a stale placement, a lost
 replica, a broken transfer and a preemption all end here, and the caller's stream goes on.
 
     admit ──▶ placement ──▶ decode stream ──▶ tokens …
       ▲                          │ resumable: the request with the tokens it has
       └──────────────────────────┘
+
+A request of several choices takes the same path: as one until it has a token, then each choice for itself.
 """
 
 from __future__ import annotations
@@ -13,54 +15,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
+from bifolio.kv_manager import keys
 from bifolio.protos.errors import BifolioError, Preempted, ReplicaGone, Resumable, Unavailable
-from bifolio.protos.messages import Ask, Delta, Moved, Placement, ReplicaId, Request, Timings
+from bifolio.protos.messages import Ask, Delta, Geometry, Key, Placement, ReplicaId, Request, RequestId, choice_id
+
+from .account import Account
+from .choices import Choices, Merged
+from .open_requests import OpenRequests
 
 logger = logging.getLogger(__name__)
 
 MOST_TRIES = 3  # attempts in a row that bring no token
 PAUSE_S = 0.05  # before the next attempt, for each that brought no token
 MANAGER_S = 10.0  # how long a request waits for a KV manager that is being restarted
+LONG = 4096  # tokens: the keys of more take so long (a millisecond) that other streams would feel it
 
 
 @dataclass(slots=True)
-class Account:
-    """What an answer cost, kept while it streams. Times are durations in seconds."""
+class Tries:
+    """Attempts in a row that failed, and replicas to keep the next one away from."""
 
-    began: float = field(default_factory=time.monotonic)
-    waited: float = 0.0  # for admission, and in attempts that failed, before the first token
-    ttft: float = 0.0
-    timings: Timings = field(default_factory=Timings)  # of the attempt that brought the first token
-    moved: Moved = field(default_factory=Moved)  # of the last attempt, as is the placement
-    placement: Placement | None = None
-    resumes: int = 0
+    count: int = 0
+    avoid: tuple[ReplicaId, ...] = ()
+    used: tuple[ReplicaId, ...] = ()  # prefill replicas of attempts that did not end by decode's fault
 
-    def elapsed(self) -> float:
-        return time.monotonic() - self.began
-
-    def admitted(self, placement: Placement, waited: float) -> None:
-        self.placement = placement
-        if self.ttft == 0.0:
-            self.waited += waited
-
-    def first_token(self, delta: Delta) -> None:
-        """Enter the first tokens of an attempt; later ones say nothing new."""
-        if delta.moved is not None:
-            self.moved = delta.moved
-        if delta.timings is not None and self.ttft == 0.0:
-            self.ttft, self.timings = self.elapsed(), delta.timings
-
-    def resumed(self, spent: float) -> None:
-        self.resumes += 1
-        if self.ttft == 0.0:
-            self.waited += spent
+    def failed(self, cause: Resumable, placement: Placement | None = None) -> None:
+        self.count += not isinstance(cause, Preempted)  # it waits for its turn again, nothing has failed
+        if self.count >= MOST_TRIES:
+            raise Unavailable(f"{self.count} attempts in a row brought no token; the last ended with {cause.message}")
+        if placement is not None and placement.prefill is not None and cause.replica != placement.decode.replica:
+            self.used = (*self.used, placement.prefill.replica)
+        if cause.replica is not None:
+            self.avoid = (*self.avoid, ReplicaId(cause.replica))
+        if self.count == MOST_TRIES - 1:  # for the last attempt: decode can prefill itself
+            self.avoid = (*self.avoid, *self.used)
 
 
 class Frontend:
@@ -69,63 +64,108 @@ class Frontend:
     def __init__(self, manager: Any, decode: Any) -> None:
         self._manager = manager
         self._decode = decode.options(stream=True, method_name="generate")
+        self._requests = OpenRequests(manager)
 
-    async def generate(self, request: Request, account: Account) -> AsyncGenerator[Delta, None]:
-        """Each delta has new tokens, and the last says why the answer ends. Closing the iterator is the cancel.
+    async def generate(self, choices: Choices, account: Account) -> AsyncGenerator[Delta, None]:
+        """Each delta has new tokens of one choice, and the last of a choice says why it ends. Closing the iterator is
+        the cancel. A choice that the reader gives up brings nothing more.
 
         The prompt's logprobs, if asked for, come once: with the first tokens of all.
 
-        Raises InvalidRequest, Overloaded, or Unavailable after `MOST_TRIES` attempts that brought no token.
+        Raises InvalidRequest, Overloaded, Revoked if the request is cancelled by its id, or Unavailable after
+        `MOST_TRIES` attempts that brought no token.
         """
-        tries = 0
-        avoid: tuple[ReplicaId, ...] = ()
-        used: tuple[ReplicaId, ...] = ()  # prefill replicas of attempts that did not end by decode's fault
-        done = False
+        request = choices.request
+        with self._requests.opened(request.id) as opened:
+            try:
+                async with aclosing(Merged("all", self._attempts(request, account, Tries()))) as streams:
+                    while choices.open:
+                        delta = await opened.next(streams)
+                        choice = delta.choice
+                        if choice not in choices.open:
+                            continue
+                        if delta.tokens:
+                            choices.take(delta)
+                            yield delta
+                            if delta.finish is None and choice not in choices.open and choices.open:
+                                self._manager.revoke.remote(choice_id(request.id, choice))
+                                await streams.close(choice)
+                        if delta.resumable is not None and choice in choices.open:
+                            tries = Tries()
+                            tries.failed(self._cause(*delta.resumable))
+                            account.resumes += 1
+                            streams.add(choice, self._attempts(choices.alone(choice), account, tries))
+            finally:
+                if choices.open:
+                    self._manager.revoke.remote(request.id)  # one way; whatever it still holds or waits for
+
+    async def cancel(self, id: RequestId) -> None:
+        """Gives a request up, wherever it is or will be. Unavailable if that cannot be noted for good."""
+        self._requests.cancel(id)
+        await self._ask(self._manager.cancel, id)
+
+    async def _attempts(self, request: Request, account: Account, tries: Tries) -> AsyncGenerator[Delta, None]:
+        """Deltas of attempt after attempt, until all of the request has ended. If several choices have begun and do not
+        end together, those that are left come out as resumable: each is to go on as a request of its own."""
+        while True:
+            if tries.count:
+                await asyncio.sleep(PAUSE_S * tries.count)
+            placement = await self._admit(request, tries.avoid, account)
+            began, left, brought = time.monotonic(), set(_numbers(request)), False
+            tokens: list[int] = []  # of the only choice
+            try:
+                async with aclosing(self._attempt(placement, request)) as deltas:
+                    async for delta in deltas:
+                        if delta.tokens and not brought:
+                            brought, tries.count = True, 0
+                            account.first_tokens(delta, placement, began)
+                        if request.n == 1:
+                            tokens.extend(delta.tokens)
+                        if delta.finish is not None or delta.resumable is not None:
+                            left.discard(delta.choice)
+                        yield delta
+                return
+            except Resumable as error:
+                cause = error
+            logger.warning("request %s: an attempt ended: %s", request.id, cause.message)
+            if request.n > 1 and (brought or len(left) < request.n):
+                for choice in sorted(left):
+                    yield Delta(resumable=(type(cause).__name__, cause.message, cause.replica), choice=choice)
+                return
+            tries.failed(cause, placement)
+            account.resumes += 1
+            if tokens:
+                request = replace(request, generated=(*request.generated, *tokens), prompt_logprobs=None)
+
+    async def _attempt(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
+        """The deltas of one decode stream, each of one choice. Raises Resumable if not all choices end in it."""
+        cause = Resumable("the decode stream ended without a reason", placement.decode.replica)
+        stream = self._decode.remote(placement, request)
+        left, over = request.n, False
         try:
-            while not done:
-                placement = await self._admit(request, avoid, account)
-                began = time.monotonic()
-                cause = Resumable("the decode stream ended without a reason", placement.decode.replica)
-                try:
-                    async with aclosing(self._attempt(placement, request)) as deltas:
-                        async for delta in deltas:
-                            if delta.resumable is not None:
-                                cause = self._cause(*delta.resumable)
-                            if delta.tokens:
-                                account.first_token(delta)
-                                generated = request.generated + delta.tokens
-                                request = replace(request, generated=generated, prompt_logprobs=None)
-                                tries = 0
-                                done = delta.finish is not None
-                                yield delta
-                except Exception as error:
-                    cause = self._lost(placement, error)
-                if done:
-                    return
-                tries += not isinstance(cause, Preempted)  # it waits for its turn again, nothing has failed
-                logger.warning("request %s: an attempt ended: %s", request.id, cause.message)
-                if tries >= MOST_TRIES:
-                    raise Unavailable(
-                        f"{tries} attempts in a row brought no token; the last ended with {cause.message}"
-                    )
-                if placement.prefill is not None and cause.replica != placement.decode.replica:
-                    used = (*used, placement.prefill.replica)
-                if cause.replica is not None:
-                    avoid = (*avoid, ReplicaId(cause.replica))
-                if tries == MOST_TRIES - 1:  # for the last attempt: decode can prefill itself
-                    avoid = (*avoid, *used)
-                await asyncio.sleep(PAUSE_S * tries)
-                account.resumed(time.monotonic() - began)
+            async for delta in stream:
+                if request.n == 1 and delta.choice != request.sampling.choice:
+                    delta = replace(delta, choice=request.sampling.choice)
+                if delta.resumable is not None and (request.n == 1 or delta.choice is None):
+                    cause, over = self._cause(*delta.resumable), True
+                    delta = replace(delta, resumable=None)
+                left -= delta.finish is not None or delta.resumable is not None
+                if delta.tokens or delta.resumable is not None:
+                    yield delta
+        except Exception as error:
+            cause = self._lost(placement, error)
         finally:
-            if not done:
-                self._manager.revoke.remote(request.id)  # one way; whatever it still holds or waits for
+            if left and not over:
+                stream.cancel()
+        if left:
+            raise cause
 
     def _cause(self, name: str, message: str, replica: str | None) -> Resumable:
         """Why a decode stream ended early, in its own words. A prefill replica that is gone is reported."""
         if name == ReplicaGone.__name__ and replica is not None:
             self._manager.report_state.remote(replica, "dead")
         kind = Preempted if name == Preempted.__name__ else Resumable
-        return kind(f"{name}: {message}", replica)
+        return kind(message if name == Resumable.__name__ else f"{name}: {message}", replica)
 
     def _lost(self, placement: Placement, error: Exception) -> Resumable:
         """Why a decode stream broke: whatever Serve or the network raised, the replica is not to be relied on."""
@@ -141,12 +181,38 @@ class Frontend:
 
     async def _admit(self, request: Request, avoid: tuple[ReplicaId, ...], account: Account) -> Placement:
         """Waits as long as the KV manager lets it, and a moment for a manager that is restarting."""
-        ask = Ask(request.id, len(request.history), request.most_tokens, request.arrival, avoid)
+        ask = Ask(
+            request.id,
+            len(request.history),
+            request.most_tokens,
+            request.arrival,
+            avoid,
+            n=request.n,
+            keys=await self._keys(request, account.model),
+            model=account.model,
+            tenant=request.tenant,
+            priority=request.priority,
+        )
+        account.asked = account.asked or time.monotonic()
+        placement: Placement = await self._ask(self._manager.admit, ask)
+        account.placement = placement
+        return placement
+
+    async def _keys(self, request: Request, model: str | None) -> dict[str, tuple[Key, ...]]:
+        """By model. None where the whole prompt is to be computed, because every token of it is to be reported on."""
+        if request.prompt_logprobs is not None:
+            return {}
+        geometries = [g for g in await self._requests.geometries() if model in (None, g.fingerprint)]
+        if len(request.history) > LONG:
+            return await asyncio.to_thread(_keys_of, request, geometries)
+        return _keys_of(request, geometries)
+
+    async def _ask(self, method: Any, argument: Any) -> Any:
+        """What the KV manager answers. Raises its errors, and Unavailable if it stays away."""
         began = time.monotonic()
         while True:
             try:
-                placement: Placement = await self._manager.admit.remote(ask)
-                break
+                return await method.remote(argument)
             except RayActorError as error:
                 if time.monotonic() - began > MANAGER_S:
                     raise Unavailable(
@@ -155,19 +221,14 @@ class Frontend:
                 await asyncio.sleep(0.1)
             except RayError as error:
                 raise own_error(error) or error from error
-        account.admitted(placement, time.monotonic() - began)
-        return placement
 
-    async def _attempt(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
-        stream = self._decode.remote(placement, request)
-        ended = False
-        try:
-            async for delta in stream:
-                ended = delta.finish is not None or delta.resumable is not None
-                yield delta
-        finally:
-            if not ended:
-                stream.cancel()
+
+def _numbers(request: Request) -> Iterable[int]:
+    return range(request.n) if request.n > 1 else (request.sampling.choice,)
+
+
+def _keys_of(request: Request, geometries: Iterable[Geometry]) -> dict[str, tuple[Key, ...]]:
+    return {g.fingerprint: keys.chain(keys.root(g, request.salt), request.history, g.block_size) for g in geometries}
 
 
 def own_error(error: BaseException) -> BifolioError | None:

@@ -8,7 +8,6 @@ import from `__future__`), and what the methods use is imported, never defined f
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -19,12 +18,11 @@ from fastapi.responses import JSONResponse
 from ray import serve
 from ray.exceptions import RayActorError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from bifolio.kv_manager.actor import connect
 from bifolio.protos import inference_pb2 as pb
 from bifolio.protos.errors import BifolioError, Unavailable
-from bifolio.protos.messages import RequestId
 from bifolio.replicas.kv_memory import ITEMSIZES, context_of
 from bifolio.replicas.model_files import model_config
 
@@ -35,15 +33,19 @@ from .completion_schema import CompletionRequest
 from .config import ClusterConfig
 from .convert import logprobs_to_pb, query_from_pb
 from .frontend import Frontend
+from .metrics import render
 from .openai import not_served
 from .peers import OnlyLoopback
-from .query import Served, check_model, most_bytes, template_of
+from .query import MOST_CHOICES, Served, check_model, most_bytes, template_of
+from .request_ids import HEADER, checked, named
 from .responses import StreamedResponse, body_of, refusal
 from .rpc import call
 from .schema import parse
 from .tokenize_schema import DetokenizeRequest, TokenizeRequest
 from .tokenizer import Tokenizer
 from .words import ChatWords, CompletionWords
+
+METRICS = "text/plain; version=0.0.4"  # Prometheus' format
 
 api = FastAPI(title="Bifolio", docs_url=None, redoc_url=None, redirect_slashes=False)
 api.add_middleware(OnlyLoopback)
@@ -77,6 +79,7 @@ class Ingress:
             context_of(shape, config.engine, ITEMSIZES[config.model.dtype]),
             shape.vocab_size,
             int(time.time()),
+            min(MOST_CHOICES, config.engine.max_sequences),
         )
         self._wanted = config.pools.wanted
         self._manager = connect(*manager)
@@ -89,11 +92,16 @@ class Ingress:
 
     @api.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
-        return self._respond(await self._read(request, CompletionRequest), "cmpl", CompletionWords)
+        return self._respond(request, await self._read(request, CompletionRequest), "cmpl", CompletionWords)
 
     @api.post("/v1/chat/completions")
     async def chat_completions(self, request: Request) -> Response:
-        return self._respond(await self._read(request, ChatRequest), "chatcmpl", ChatWords)
+        return self._respond(request, await self._read(request, ChatRequest), "chatcmpl", ChatWords)
+
+    @api.post("/v1/requests/{id:path}/cancel")
+    async def cancel(self, id: str) -> Any:
+        await self._frontend.cancel(checked(id, "id"))
+        return {"id": id, "cancelled": True}
 
     @api.post("/tokenize")
     async def tokenize(self, request: Request) -> Any:
@@ -109,8 +117,8 @@ class Ingress:
         body = await body_of(request, most_bytes(self._served.context_length))
         return await asyncio.to_thread(parse, body, schema)
 
-    def _respond(self, asked: Any, prefix: str, words_of: Any) -> Response:
-        query = asked.to_query(RequestId(f"{prefix}-{uuid.uuid4().hex}"))
+    def _respond(self, request: Request, asked: Any, prefix: str, words_of: Any) -> Response:
+        query = asked.to_query(named(request.headers.get(HEADER), HEADER, prefix))
         words = words_of(
             query.id,
             self._served.name,
@@ -153,6 +161,10 @@ class Ingress:
     async def status(self) -> Any:
         return await self._status()
 
+    @api.get("/metrics")
+    async def metrics(self) -> Response:
+        return PlainTextResponse(render(await self._status()), media_type=METRICS)
+
     async def _status(self) -> dict[str, Any]:
         try:
             snapshot: dict[str, Any] = await self._manager.snapshot.remote()
@@ -164,7 +176,7 @@ class Ingress:
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> AsyncIterator[pb.GenerateResponse]:
         with call(grpc_context):
-            id = RequestId(f"gen-{uuid.uuid4().hex}")
+            id = named(request.request_id or None, "request_id", "gen")
             query = await asyncio.to_thread(query_from_pb, request, id)
             async with aclosing(self._answer(query)) as pieces:
                 async for piece in pieces:
@@ -179,7 +191,13 @@ class Ingress:
                             request_id=id,
                             logprobs=logprobs_to_pb(piece.logprobs),
                             prompt_logprobs=of_prompt,
+                            choice=piece.choice,
                         )
+
+    async def Cancel(self, request: pb.CancelRequest, grpc_context: Any) -> pb.CancelResponse:
+        with call(grpc_context):
+            await self._frontend.cancel(checked(request.request_id, "request_id"))
+        return pb.CancelResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, grpc_context: Any) -> pb.ListModelsResponse:
         with call(grpc_context):

@@ -21,7 +21,10 @@ from bifolio.protos.errors import (
 Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
-PATHS = "POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize, GET /v1/models, /health, /status"
+PATHS = (
+    "POST /v1/completions, /v1/chat/completions, /v1/requests/{id}/cancel, /tokenize, /detokenize, "
+    "GET /v1/models, /health, /status, /metrics"
+)
 
 _CODES: dict[type[BaseException], str] = {
     DoesNotFit: "context_length_exceeded",

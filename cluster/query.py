@@ -21,6 +21,9 @@ DEFAULT_MAX_TOKENS = 16  # as in /v1/completions; a chat takes what the context 
 MOST_STOPS = 4
 LONGEST_STOP = 1000  # characters
 MOST_BIASES = 1024
+MOST_CHOICES = 16  # answers to one request: each takes a sequence of one decode replica as long as it lasts
+MOST_PRIORITY = 100
+LONGEST_NAME = 256  # characters of `cache_salt` and `user`
 MOST_PROMPT_LOGPROBS = 1 << 16  # tokens reported on in all: they are worded at once, and every stream waits as long
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Options that every door carries as they are, under one name, and leaves open as None
@@ -28,12 +31,15 @@ OPTIONS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "seed"),
 )
+# The same of options that are not about sampling
+REQUEST_OPTIONS = ("n", "prompt_logprobs", "cache_salt", "priority", "user")
 COLDEST = 1e-6  # below, logits / temperature would overflow; what it tends to is greedy
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model behind the doors. `context_length` is what can ever fit, of prompt and answer together."""
+    """The model behind the doors. `context_length` is what can ever fit, of prompt and answer together; `most_choices`
+    how many answers to one request."""
 
     name: str
     tokenizer: Tokenizer
@@ -41,6 +47,7 @@ class Served:
     context_length: int
     vocab_size: int
     created: int = 0
+    most_choices: int = MOST_CHOICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,10 @@ class Query:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    user: str | None = None
     door_names: Mapping[str, str] = field(default_factory=dict)  # of fields that the user's door calls otherwise
 
     def called(self, name: str) -> str:
@@ -80,6 +91,10 @@ class Resolved(NamedTuple):
     sampling: Sampling
     stops: tuple[str, ...]
     prompt_logprobs: int | None
+    n: int
+    salt: str
+    tenant: str
+    priority: int
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -106,6 +121,9 @@ def resolve(query: Query, served: Served, draw_seed: Callable[[], int]) -> Resol
     context = served.context_length
     most = _within(query, "max_tokens", 1, context)
     prompt_logprobs = _within(query, "prompt_logprobs", 0, MOST_LOGPROBS)
+    n = _within(query, "n", 1, served.most_choices)
+    salt, tenant = _name("cache_salt", query.cache_salt), _name("user", query.user)
+    priority = _within(query, "priority", -MOST_PRIORITY, MOST_PRIORITY)
     sampling = _sampling(query, served, draw_seed)
 
     prompt = prompt_ids(query.prompt, served)  # last: it takes longest
@@ -136,7 +154,8 @@ def resolve(query: Query, served: Served, draw_seed: Callable[[], int]) -> Resol
             f"min_tokens is {short(str(least))}; allowed: 0 to {query.called('max_tokens')}, which is {most}",
             "min_tokens",
         )
-    return Resolved(prompt, replace(sampling, max_tokens=most, min_tokens=least), query.stop, prompt_logprobs)
+    sampling = replace(sampling, max_tokens=most, min_tokens=least)
+    return Resolved(prompt, sampling, query.stop, prompt_logprobs, n or 1, salt, tenant, priority or 0)
 
 
 def prompt_ids(
@@ -212,6 +231,12 @@ def _sampling(query: Query, served: Served, draw_seed: Callable[[], int]) -> Sam
 def _within(query: Query, name: str, low: int, high: int) -> int | None:
     value: int | None = getattr(query, name)
     return None if value is None else ranges.whole(query.called(name), value, low, high)
+
+
+def _name(field: str, text: str | None) -> str:
+    if text is not None and len(text) > LONGEST_NAME:
+        raise InvalidRequest(f"{field} has {len(text)} characters; allowed: at most {LONGEST_NAME}", field)
+    return text or ""
 
 
 def _biases(biases: tuple[tuple[int, float], ...], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from bifolio.protos.errors import InvalidRequest, status_of
+from bifolio.protos.errors import InvalidRequest, Revoked, status_of
 
 from .convert import FIELD
 from .openai import public_message
@@ -19,8 +19,8 @@ from .peers import address_of, require_loopback
 def call(context: Any) -> Iterator[None]:
     """Around a method: gives the call the status of the error it ends with. What is not ours is not shown.
 
-    A client's mistake goes no further: Serve would drop the trailing metadata, which names the field, and write a
-    traceback into the log. Only a method that streams can make one, so there is no answer to miss.
+    A client's mistake goes no further, nor does its cancel: Serve would drop the trailing metadata, which names the
+    field, and write a traceback into the log. What the method returns then is not looked at, but must be there.
     """
     try:
         require_loopback(address_of(context.peer()))
@@ -28,7 +28,7 @@ def call(context: Any) -> Iterator[None]:
     except Exception as error:
         context.set_code(grpc.StatusCode[status_of(error)[0]])
         context.set_details(public_message(error))
-        if not isinstance(error, InvalidRequest):
+        if not isinstance(error, InvalidRequest | Revoked):
             raise
-        if error.field:
+        if isinstance(error, InvalidRequest) and error.field:
             context.set_trailing_metadata([(FIELD, error.field)])

@@ -15,7 +15,7 @@ from bifolio.protos.errors import InvalidRequest
 
 from .json_body import BODY, read_object
 from .mistakes import explain, short
-from .query import OPTIONS
+from .query import OPTIONS, REQUEST_OPTIONS
 
 Schema = TypeVar("Schema", bound="Strict")
 
@@ -102,7 +102,7 @@ class StreamOptions(Strict):
 
 class SamplingFields(Strict):
     """Fields of every endpoint that generates. Extensions are `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-    `stop_token_ids`, `ignore_eos` and `prompt_logprobs`, named as in vLLM."""
+    `stop_token_ids`, `ignore_eos`, `prompt_logprobs`, `cache_salt` and `priority`, named as in vLLM."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -120,9 +120,13 @@ class SamplingFields(Strict):
     stop_token_ids: TokenIds = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
+    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # who asks; changes no answer
+    # Change no answer: who asks, and whose turn it is; who may find a prompt's blocks in the cache
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
     @field_validator("stream_options")
     @classmethod
@@ -139,7 +143,7 @@ class SamplingFields(Strict):
     def query_fields(self) -> dict[str, Any]:
         """What a Query takes as it is."""
         return {
-            **{name: getattr(self, name) for name in (*OPTIONS, "prompt_logprobs")},
+            **{name: getattr(self, name) for name in (*OPTIONS, *REQUEST_OPTIONS)},
             "model": self.model or "",
             "logit_bias": tuple(sorted((self.logit_bias or {}).items())),
             "stop": tuple(self.stop or ()),

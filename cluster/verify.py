@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from bifolio.replicas.differences import Way
 
 LONG = 10_000  # token comparisons of `verify --long`, at least
-PER_TOKEN = 4.5  # comparisons, at least: four ways, and one that computes half of the answer
+PER_TOKEN = 5.5  # comparisons, at least: five ways, and one that computes half of the answer
 
 # Cut into prompts. Several scripts, numbers, code and joined characters: not only what is one token a word.
 TEXT = """Serving a language model has two stages. Prefill reads the whole prompt at once and is limited by arithmetic;

@@ -6,7 +6,10 @@ Log-probabilities go with the tokens of their piece; those of the prompt are sai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 from .answer import Piece
 from .convert import usage_to_json
@@ -32,30 +35,25 @@ class Words(ABC):
         self.id = id
         self._model, self._created, self._tokenizer = model, created, tokenizer
         self._include_usage, self._logprobs, self._prompt_logprobs = include_usage, logprobs, prompt_logprobs
-        self._begun = False
 
     def whole(self, pieces: Sequence[Piece]) -> Json:
-        """The last piece carries the finish reason and the usage."""
-        last = pieces[-1]
-        assert last.usage is not None
-        joined = Piece(
-            "".join(piece.text for piece in pieces),
-            finish=last.finish,
-            logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
-            prompt_logprobs=pieces[0].prompt_logprobs,
-        )
-        return {**self._whole(joined), "usage": usage_to_json(last.usage)}
+        """The last piece carries the usage."""
+        usage = pieces[-1].usage
+        assert usage is not None
+        first, *others = (_joined(pieces, choice) for choice in sorted({piece.choice for piece in pieces}))
+        first = replace(first, prompt_logprobs=pieces[0].prompt_logprobs)
+        return {**self._whole([first, *others]), "usage": usage_to_json(usage)}
 
     def chunks(self, piece: Piece) -> Iterator[Json]:
         """What a stream says of the next piece: nothing, while its text is held back."""
         for chunk in self._chunks(piece):
             yield {**chunk, "usage": None} if self._include_usage else chunk
-            self._begun = True
         if piece.usage is not None and self._include_usage:
             yield {**self._head(streamed=True), "choices": [], "usage": usage_to_json(piece.usage)}
 
     @abstractmethod
-    def _whole(self, answer: Piece) -> Json: ...
+    def _whole(self, answers: Sequence[Piece]) -> Json:
+        """Of one joined piece for each choice."""
 
     @abstractmethod
     def _chunks(self, piece: Piece) -> Iterator[Json]: ...
@@ -67,61 +65,74 @@ class Words(ABC):
         return {"id": self.id, "object": self._kind(streamed), "created": self._created, "model": self._model}
 
     def _of_prompt(self, piece: Piece) -> Json:
-        if self._begun or not self._prompt_logprobs:
+        if not self._prompt_logprobs:
             return {}
+        self._prompt_logprobs = False
         return {"prompt_logprobs": prompt_shape(piece.prompt_logprobs, self._tokenizer)}
 
 
 class CompletionWords(Words):
     """/v1/completions."""
 
-    _shape: CompletionShape | None = None
+    @cached_property
+    def _shapes(self) -> defaultdict[int, CompletionShape]:
+        """By choice."""
+        return defaultdict(lambda: CompletionShape(self._tokenizer))
 
     def _kind(self, streamed: bool) -> str:
         return "text_completion"
 
-    def _whole(self, answer: Piece) -> Json:
-        return {**self._head(streamed=False), "choices": [self._choice(answer)]}
+    def _whole(self, answers: Sequence[Piece]) -> Json:
+        return {**self._head(streamed=False), "choices": [self._choice(answer) for answer in answers]}
 
     def _chunks(self, piece: Piece) -> Iterator[Json]:
-        if (
-            piece.text
-            or piece.finish
-            or (self._logprobs and piece.logprobs)
-            or (self._prompt_logprobs and not self._begun)
-        ):
+        if piece.text or piece.finish or (self._logprobs and piece.logprobs) or self._prompt_logprobs:
             yield {**self._head(streamed=True), "choices": [self._choice(piece)]}
 
     def _choice(self, piece: Piece) -> Json:
-        self._shape = self._shape or CompletionShape(self._tokenizer)
-        logprobs = self._shape.shape(piece.logprobs) if self._logprobs else None
-        choice = {"index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+        logprobs = self._shapes[piece.choice].shape(piece.logprobs) if self._logprobs else None
+        choice = {"index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
         return {**choice, **self._of_prompt(piece)}
 
 
 class ChatWords(Words):
-    """/v1/chat/completions. The first chunk of a stream carries the role alone, the last the finish reason alone."""
+    """/v1/chat/completions. The first chunk of a choice carries the role alone, the last the finish reason alone."""
+
+    _begun: frozenset[int] = frozenset()  # choices
 
     def _kind(self, streamed: bool) -> str:
         return "chat.completion.chunk" if streamed else "chat.completion"
 
-    def _whole(self, answer: Piece) -> Json:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {"index": 0, "message": message, **self._ends(answer, answer.finish)}
-        return {**self._head(streamed=False), "choices": [choice], **self._of_prompt(answer)}
+    def _whole(self, answers: Sequence[Piece]) -> Json:
+        choices = []
+        for answer in answers:
+            message = {"role": "assistant", "content": answer.text, "refusal": None}
+            choices.append({"index": answer.choice, "message": message, **self._ends(answer, answer.finish)})
+        return {**self._head(streamed=False), "choices": choices, **self._of_prompt(answers[0])}
 
     def _chunks(self, piece: Piece) -> Iterator[Json]:
-        if not self._begun:
-            yield {**self._chunk({"role": "assistant", "content": ""}), **self._of_prompt(piece)}
+        if piece.choice not in self._begun:
+            self._begun |= {piece.choice}
+            yield {**self._chunk(piece, {"role": "assistant", "content": ""}), **self._of_prompt(piece)}
         if piece.text or (self._logprobs and piece.logprobs):
-            yield self._chunk({"content": piece.text}, piece)
+            yield self._chunk(piece, {"content": piece.text}, piece)
         if piece.finish:
-            yield self._chunk({}, finish=piece.finish)
+            yield self._chunk(piece, {}, finish=piece.finish)
 
-    def _chunk(self, delta: Json, piece: Piece | None = None, finish: str | None = None) -> Json:
-        choice = {"index": 0, "delta": delta, **self._ends(piece, finish)}
+    def _chunk(self, piece: Piece, delta: Json, said: Piece | None = None, finish: str | None = None) -> Json:
+        choice = {"index": piece.choice, "delta": delta, **self._ends(said, finish)}
         return {**self._head(streamed=True), "choices": [choice]}
 
     def _ends(self, piece: Piece | None, finish: str | None) -> Json:
         logprobs = chat_shape(piece.logprobs, self._tokenizer) if piece and self._logprobs else None
         return {"logprobs": logprobs, "finish_reason": finish}
+
+
+def _joined(pieces: Iterable[Piece], choice: int) -> Piece:
+    of_choice = [piece for piece in pieces if piece.choice == choice]
+    return Piece(
+        "".join(piece.text for piece in of_choice),
+        finish=of_choice[-1].finish,
+        logprobs=tuple(entry for piece in of_choice for entry in piece.logprobs),
+        choice=choice,
+    )

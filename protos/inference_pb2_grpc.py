@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=bifolio_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=bifolio_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/bifolio.v1.Inference/Cancel',
+                request_serializer=bifolio_dot_protos_dot_inference__pb2.CancelRequest.SerializeToString,
+                response_deserializer=bifolio_dot_protos_dot_inference__pb2.CancelResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/bifolio.v1.Inference/ListModels',
                 request_serializer=bifolio_dot_protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -51,6 +56,13 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Generates text for one prompt and streams it as it is produced. Closing the call is the cancel.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Gives a request up, wherever it is; one that comes only within the next minute (kv.tombstone_s) is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +82,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=bifolio_dot_protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=bifolio_dot_protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=bifolio_dot_protos_dot_inference__pb2.CancelRequest.FromString,
+                    response_serializer=bifolio_dot_protos_dot_inference__pb2.CancelResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -104,6 +121,33 @@ class Inference:
             '/bifolio.v1.Inference/Generate',
             bifolio_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             bifolio_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/bifolio.v1.Inference/Cancel',
+            bifolio_dot_protos_dot_inference__pb2.CancelRequest.SerializeToString,
+            bifolio_dot_protos_dot_inference__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,7 +52,8 @@ def good(path: str, draw: random.Random) -> dict[str, Any]:
     else:
         body["messages"] = [{"role": "user", "content": draw.choice([*texts, [{"type": "text", "text": "Hi"}]])}]
     more = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": -3, "stop": ["\n"], "stream": True,
-            "logit_bias": {"7": -1.5}, "presence_penalty": -1, "min_tokens": 1, "user": "me"}  # fmt: skip
+            "logit_bias": {"7": -1.5}, "presence_penalty": -1, "min_tokens": 1, "user": "me", "cache_salt": "x",
+            "priority": -1}  # fmt: skip
     return body | {name: more[name] for name in draw.sample(sorted(more), draw.randrange(4))}
 
 
@@ -89,7 +90,7 @@ def _mistakes(path: str, model: Model, draw: random.Random) -> Iterator[tuple[st
     for field in sorted(good(path, draw)):
         for wrong in {field[:-1], field + "s", field.upper(), field[1:], field + "_"}:
             yield wrong, _with(wrong, 1)
-        yield field, lambda body, field=field: encode(body)[:-1] + f', "{field}": "again"}}'.encode()
+        yield field, lambda body, field=field: encode({field: "", **body})[:-1] + f', "{field}": "again"}}'.encode()
         for depth in (40, 300):
             yield field, _with(field, _nested(depth))
     yield "body", _with(HALF, 1)
@@ -135,6 +136,8 @@ def _wrong_values(path: str, model: Model) -> dict[str, list[Any]]:
         "min_tokens": [-1, model.context + 1],
         "seed": [2**64, -(2**63) - 1],
         "prompt_logprobs": [-1, 21],
+        "n": [0, -1, 17, 2**31],
+        "priority": [-101, 101],
     }
     fields: dict[str, list[Any]] = {
         **{field: values + NO_NUMBERS for field, values in numbers.items()},
@@ -149,9 +152,9 @@ def _wrong_values(path: str, model: Model) -> dict[str, list[Any]]:
         "ignore_eos": ["true", 1, 0, [], {}],
         "stream": ["true", 1, 0, [], {}],
         "stream_options": [True, [], "x", 5],
-        "user": [5, True, [], {}, HALF],
+        "user": [5, True, [], {}, HALF, "x" * 257],
+        "cache_salt": [5, True, [], {}, HALF, "日" * 257],
         "model": model_name,
-        "n": [2, 0, "1", True, 1.0, [1]],
     }
     if path == COMPLETIONS:
         prompts: list[Any] = [
@@ -161,7 +164,7 @@ def _wrong_values(path: str, model: Model) -> dict[str, list[Any]]:
             *([id] for id in outside),
             *([[5, id]] for id in outside),
         ]
-        nothing = {"best_of": [2], "echo": [True, 1], "suffix": ["x"]}
+        nothing = {"best_of": [2, 0, -1, *NO_WHOLE_NUMBERS], "echo": [True, 1], "suffix": ["x"]}
         return {**fields, **nothing, "prompt": prompts, "logprobs": [-1, 21, *NO_WHOLE_NUMBERS]}
     return {
         **fields,

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,16 +38,28 @@ class Answer:
         return "".join(self.pieces)
 
     @property
+    def cached(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+    @property
     def route(self) -> dict[str, Any]:
         return self.usage["route"]
 
 
-def post(cluster: SpawnedCluster, body: dict[str, Any] | bytes, path: str = "/v1/completions") -> tuple[int, Any]:
+def fresh() -> str:
+    """A cache salt that nobody had before: nothing of the prompt is in a cache."""
+    return uuid.uuid4().hex
+
+
+def post(
+    cluster: SpawnedCluster, body: dict[str, Any] | bytes, path: str = "/v1/completions", **headers: str
+) -> tuple[int, Any]:
     """Status and JSON body of a POST."""
     connection = cluster.connect()
     try:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", path, content, {"Content-Type": "application/json"})
+        connection.request("POST", path, content, {"Content-Type": "application/json", **headers})
         with connection.getresponse() as response:
             return response.status, json.loads(response.read())
     finally:
@@ -55,15 +68,25 @@ def post(cluster: SpawnedCluster, body: dict[str, Any] | bytes, path: str = "/v1
 
 def whole(cluster: SpawnedCluster, prompt: str | Sequence[int], **fields: Any) -> Answer:
     """Over HTTP, in one piece."""
+    (answer,) = all_whole(cluster, prompt, **fields)
+    return answer
+
+
+def all_whole(cluster: SpawnedCluster, prompt: str | Sequence[int], **fields: Any) -> list[Answer]:
     status, body = post(cluster, {"prompt": prompt, **fields})
     assert status == 200, body
-    (choice,) = body["choices"]
-    return Answer([choice["text"]], [], choice["finish_reason"], body["usage"])
+    assert [choice["index"] for choice in body["choices"]] == list(range(fields.get("n", 1)))
+    return [Answer([choice["text"]], [], choice["finish_reason"], body["usage"]) for choice in body["choices"]]
 
 
 def streamed(cluster: SpawnedCluster, prompt: str | Sequence[int], **fields: Any) -> Answer:
     """Over HTTP, as server-sent events."""
-    answer, last = Answer(), b""
+    (answer,) = all_streamed(cluster, prompt, **fields)
+    return answer
+
+
+def all_streamed(cluster: SpawnedCluster, prompt: str | Sequence[int], **fields: Any) -> list[Answer]:
+    answers, last = [Answer() for _ in range(fields.get("n", 1))], b""
     connection = cluster.connect()
     try:
         body = {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **fields}
@@ -77,14 +100,16 @@ def streamed(cluster: SpawnedCluster, prompt: str | Sequence[int], **fields: Any
                     continue
                 event = json.loads(last)
                 for choice in event["choices"]:
+                    answer = answers[choice["index"]]
                     assert answer.finish is None, "nothing follows the finish reason"
                     answer.pieces.append(choice["text"])
                     answer.finish = choice["finish_reason"]
-                answer.usage = event["usage"] or answer.usage
+                for answer in answers if event["usage"] else ():
+                    answer.usage = event["usage"]
     finally:
         connection.close()
     assert last == b"[DONE]"
-    return answer
+    return answers
 
 
 def over_grpc(cluster: SpawnedCluster, prompt: str | Sequence[int], **fields: Any) -> Answer:
@@ -92,15 +117,27 @@ def over_grpc(cluster: SpawnedCluster, prompt: str | Sequence[int], **fields: An
         return collected(client, prompt, **fields)
 
 
+def all_over_grpc(cluster: SpawnedCluster, prompt: str | Sequence[int], **fields: Any) -> list[Answer]:
+    with Client(cluster.grpc_address) as client:
+        return all_collected(client, prompt, **fields)
+
+
 def collected(client: Client, prompt: str | Sequence[int], **fields: Any) -> Answer:
-    answer = Answer()
+    (answer,) = all_collected(client, prompt, **fields)
+    return answer
+
+
+def all_collected(client: Client, prompt: str | Sequence[int], **fields: Any) -> list[Answer]:
+    answers = [Answer() for _ in range(fields.get("n", 1))]
     for message in client.generate(prompt, timeout=120.0, **fields):
+        answer = answers[message.choice]
+        assert answer.finish is None, "nothing follows the finish reason"
         answer.pieces.append(message.text)
         answer.ids += message.token_ids
         answer.finish = message.finish_reason or None
-        if message.HasField("usage"):
-            answer.usage = usage_to_json(message.usage)
-    return answer
+        for each in answers if message.HasField("usage") else ():
+            each.usage = usage_to_json(message.usage)
+    return answers
 
 
 def wait_until(condition: Callable[[], Any], what: Callable[[], object] | str, seconds: float = PATIENCE_S) -> Any:
@@ -123,10 +160,9 @@ def replicas(cluster: SpawnedCluster, role: str | None = None) -> list[dict[str,
 
 
 def at_rest(replica: dict[str, Any]) -> bool:
-    """Every block is free, in the ledger's view and by the replica's own newest report."""
+    """No block is leased, in the ledger's view and by the replica's own newest report: each is free or cached."""
     assert replica["free"] + replica["cached"] + replica["leased"] == replica["total"]
-    ledger = replica["free"] == replica["total"] and replica["offered"] == replica["active"] == replica["leased"] == 0
-    return ledger and replica["reported"] == replica["held"] == replica["revoked"] == 0
+    return not any(replica[name] for name in ("leased", "offered", "active", "revoked", "reported", "held"))
 
 
 def settle(cluster: SpawnedCluster, prefill: int, decode: int, seconds: float = PATIENCE_S) -> None:
@@ -186,6 +222,13 @@ def environment_of(pid: int) -> dict[str, str]:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
         return dict(entry.decode().split("=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
     return {}
+
+
+def command_of(pid: int) -> bytes:
+    """What a process calls itself; empty once it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
+    return b""
 
 
 def descendants(pid: int) -> list[int]:

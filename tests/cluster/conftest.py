@@ -23,6 +23,9 @@ model:
   dtype: bfloat16
 engine:
   kv_memory: 45056 tokens   # room for 20 prompts of 2,000 tokens at once
+kv:
+  split: always
+  prefill_queue_s: 600      # all of them at once at the prefill replica
 """
 
 TWO_AND_TWO = """\
@@ -35,6 +38,8 @@ engine:
   kv_memory: 2048 tokens
   max_batched_tokens: 32
   max_sequences: 8
+kv:
+  local_blocks: 0           # split, as long as there is a prefill replica
 pools:
   prefill: {{replicas: 2}}
   decode: {{replicas: 2}}

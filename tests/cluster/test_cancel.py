@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
-from cluster_kit import open_stream, over_grpc, read_events, replicas, settle, wait_until
+from cluster_kit import (
+    command_of,
+    descendants,
+    fresh,
+    open_stream,
+    over_grpc,
+    read_events,
+    replicas,
+    settle,
+    wait_until,
+)
 
 from bifolio.cluster.spawn import SpawnedCluster
 from bifolio.protos import inference_pb2 as pb
@@ -32,7 +45,8 @@ def _prompt(number: int, tokens: int) -> list[int]:
 @contextlib.contextmanager
 def _over_http(cluster: SpawnedCluster, tokens: int, max_tokens: int, events: int) -> Iterator[Leave]:
     with contextlib.ExitStack() as stack:
-        bodies = ({"prompt": _prompt(i, tokens), "max_tokens": max_tokens} for i in range(AT_ONCE))
+        salt = fresh()  # or the prompts of the test before are cached, and none is long in prefill
+        bodies = ({"prompt": _prompt(i, tokens), "max_tokens": max_tokens, "cache_salt": salt} for i in range(AT_ONCE))
         sockets = [stack.enter_context(open_stream(cluster, stream=True, ignore_eos=True, **body)) for body in bodies]
         for each in sockets:
             read_events(each, events)
@@ -47,11 +61,11 @@ def _over_http(cluster: SpawnedCluster, tokens: int, max_tokens: int, events: in
 @contextlib.contextmanager
 def _over_grpc(cluster: SpawnedCluster, tokens: int, max_tokens: int, events: int) -> Iterator[Leave]:
     with grpc.insecure_channel(cluster.grpc_address) as channel:
-        sampling = pb.Sampling(max_tokens=max_tokens, ignore_eos=True)
+        sampling, salt = pb.Sampling(max_tokens=max_tokens, ignore_eos=True), fresh()
         generate: Any = InferenceStub(channel).Generate  # type: ignore[no-untyped-call]
         calls = [
             generate(
-                pb.GenerateRequest(token_ids=pb.TokenIds(ids=_prompt(i, tokens)), sampling=sampling),
+                pb.GenerateRequest(token_ids=pb.TokenIds(ids=_prompt(i, tokens)), sampling=sampling, cache_salt=salt),
                 metadata=(("application", "bifolio"),),
             )
             for i in range(AT_ONCE)
@@ -94,6 +108,26 @@ def test_leaving_before_an_answer_in_one_piece_returns_every_block(smollm2: Spaw
         wait_until(lambda: _reported(smollm2, "decode") == 1, "it is not decoding")
     settle(smollm2, 1, 1, SETTLE_S)
     _answers(smollm2)
+
+
+def test_when_the_ingress_dies_every_block_comes_back(
+    smollm2: SpawnedCluster,
+) -> None:
+    settle(smollm2, 1, 1)
+    with _over_http(smollm2, **LONG_ANSWER, events=2):
+        wait_until(lambda: _reported(smollm2, "decode") == AT_ONCE, "not all are decoding")
+        (ingress,) = [pid for pid in descendants(smollm2.process.pid) if b"bifolio:Ingress" in command_of(pid)]
+        os.kill(ingress, signal.SIGKILL)
+        wait_until(lambda: _is_back(smollm2), "no other ingress was started")
+        settle(smollm2, 1, 1, SETTLE_S)
+    _answers(smollm2)
+
+
+def _is_back(cluster: SpawnedCluster) -> bool:
+    try:
+        return cluster.get("/health")[0] == 200
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
 
 
 def _reported(cluster: SpawnedCluster, role: str) -> int:

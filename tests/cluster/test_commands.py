@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 import yaml
-from cluster_kit import over_grpc, replicas
+from cluster_kit import all_over_grpc, over_grpc, replicas
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from bifolio.cluster.client import Client
@@ -36,7 +36,7 @@ def test_reflection_names_the_service_and_its_messages(two_and_two: SpawnedClust
         assert "bifolio.v1.Inference" in database.get_services()
         file = database.FindFileContainingSymbol("bifolio.v1.Inference")
         (service,) = file.service
-        assert {method.name for method in service.method} == {"Generate", "ListModels"}
+        assert {method.name for method in service.method} == {"Generate", "Cancel", "ListModels"}
         assert "GenerateRequest" in {message.name for message in file.message_type}
 
 
@@ -62,6 +62,22 @@ def test_generate_prints_the_answer_and_what_it_cost(two_and_two: SpawnedCluster
     assert (piped.stdout, piped.stderr) == (expected + "\n", "")
 
 
+def test_generate_prints_each_choice(two_and_two: SpawnedCluster) -> None:
+    flags = ["--address", two_and_two.grpc_address, "--max-tokens", 12, "--seed", 5, "--ignore-eos"]
+    expected = all_over_grpc(two_and_two, PROMPT, max_tokens=12, seed=5, ignore_eos=True, n=3)
+    done = bifolio("generate", PROMPT, *flags, "-n", 3)
+    assert done.stdout == "".join(f"[{i}] {answer.text}\n" for i, answer in enumerate(expected))
+    assert " + 36 tokens, length, " in done.stderr
+
+
+def test_cancel_takes_any_name(two_and_two: SpawnedCluster) -> None:
+    address = ["--address", two_and_two.grpc_address]
+    assert bifolio("cancel", "never/asked", *address).stdout == "never/asked: cancelled\n"
+    assert "allowed: 1 to 128" in bifolio("cancel", "a#1", *address, status=1).stderr
+    refused = bifolio("generate", PROMPT, "--request-id", "never/asked", *address, status=1)
+    assert "request never/asked was cancelled" in refused.stderr
+
+
 def test_generate_says_what_is_wrong(two_and_two: SpawnedCluster) -> None:
     address = ["--address", two_and_two.grpc_address]
     assert "max_tokens is 0" in bifolio("generate", PROMPT, *address, "--max-tokens", 0, status=1).stderr
@@ -72,6 +88,7 @@ def test_generate_says_what_is_wrong(two_and_two: SpawnedCluster) -> None:
 
 
 def test_status_shows_every_replica(two_and_two: SpawnedCluster) -> None:
+    over_grpc(two_and_two, PROMPT, max_tokens=1)
     address = ["--address", f"127.0.0.1:{two_and_two.http_port}"]
     shown = json.loads(bifolio("status", *address, "--json").stdout)
     assert shown["model"] == "glassllm"
@@ -79,6 +96,8 @@ def test_status_shows_every_replica(two_and_two: SpawnedCluster) -> None:
     table = bifolio("status", *address).stdout
     for replica in replicas(two_and_two):
         assert replica["id"] in table
+    assert re.search(r"^cache: \d+ of \d+ tokens \(", table, re.MULTILINE), table
+    assert re.search(r"^long: \d+ requests?, split: ", table, re.MULTILINE), table
     assert "does not answer" in bifolio("status", "--address", "127.0.0.1:1", status=1).stderr
 
 
@@ -87,7 +106,7 @@ def test_models_and_configuration() -> None:
     assert "did you mean smollm2-135m?" in bifolio("models", "pull", "smolm2", status=1).stderr
     assert yaml.safe_load(bifolio("config", "show").stdout)["pools"]["prefill"]["replicas"] == 1
     schema = json.loads(bifolio("config", "schema").stdout)
-    assert set(schema["properties"]) == {"model", "engine", "pools", "kv", "http", "grpc"}
+    assert set(schema["properties"]) == {"model", "engine", "pools", "kv", "redis", "http", "grpc"}
 
 
 def test_config_check_names_the_nearest_field(tmp_path: Path) -> None:

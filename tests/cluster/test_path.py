@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cluster_kit import Answer, over_grpc, replicas, streamed, whole
+from cluster_kit import Answer, fresh, over_grpc, replicas, streamed, whole
 
 from bifolio.cluster.spawn import SpawnedCluster
 from bifolio.cluster.tokenizer import Tokenizer
@@ -63,13 +63,13 @@ def test_one_token(smollm2: SpawnedCluster, door: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [1, BLOCK_SIZE, BLOCK_SIZE + 1, 300])
 def test_every_block_of_the_prompt_moves_from_prefill_to_decode(smollm2: SpawnedCluster, tokens: int) -> None:
-    answer = over_grpc(smollm2, [1000 + i % 700 for i in range(tokens)], max_tokens=2)
+    answer = over_grpc(smollm2, [1000 + i % 700 for i in range(tokens)], max_tokens=2, cache_salt=fresh())
     roles = {replica["id"]: replica["role"] for replica in replicas(smollm2)}
     assert roles[answer.route["prefill_replica"]] == "prefill"
     assert roles[answer.route["decode_replica"]] == "decode"
     assert answer.route["blocks"] == -(-tokens // BLOCK_SIZE)
     assert answer.route["bytes"] == answer.route["blocks"] * BLOCK_BYTES
-    assert answer.route["resumes"] == 0
+    assert (answer.route["resumes"], answer.route["reason"], answer.cached) == (0, "always", 0)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -78,7 +78,7 @@ def test_the_parts_of_the_time_to_the_first_token_add_up(smollm2: SpawnedCluster
 
 
 def test_a_longer_prompt_spends_longer_in_prefill(smollm2: SpawnedCluster) -> None:
-    short, long = (over_grpc(smollm2, [1000] * n, max_tokens=1) for n in (60, 600))
+    short, long = (over_grpc(smollm2, [1000] * n, max_tokens=1, cache_salt=fresh()) for n in (60, 600))
     for answer in (short, long):
         _assert_parts(answer)
     assert long.usage["timings"]["prefill"] > short.usage["timings"]["prefill"]

@@ -57,7 +57,8 @@ def test_the_commands_exist(smollm2: SpawnedCluster):
     assert len(lines) >= 7
     for line in lines:
         _, *words = shlex.split(line)
-        asks = {"generate": smollm2.grpc_address, "status": f"127.0.0.1:{smollm2.http_port}"}
+        grpc = smollm2.grpc_address
+        asks = {"generate": grpc, "cancel": grpc, "status": f"127.0.0.1:{smollm2.http_port}"}
         more = ["--address", asks[words[0]]] if words[0] in asks else ["--help"]
         command = [sys.executable, "-P", "-m", "bifolio.cluster.cli", *words, *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

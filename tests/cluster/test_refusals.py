@@ -38,7 +38,10 @@ OVER_HTTP: list[tuple[Any, int, str | None, str | None, str]] = [
     ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens", None, "a whole number"),
     ({"prompt": "a", "temperature": 3}, 400, "temperature", None, "allowed: 0 to 2"),
     ({"prompt": "a", "top_p": 0}, 400, "top_p", None, "above 0 to 1"),
-    ({"prompt": "a", "n": 2}, 400, "n", None, "not supported yet"),
+    ({"prompt": "a", "n": 17}, 400, "n", None, "allowed: 1 to 16"),
+    ({"prompt": "a", "n": 2, "best_of": 3}, 400, "best_of", None, "not supported yet, allowed: 2"),
+    ({"prompt": "a", "priority": 101}, 400, "priority", None, "allowed: -100 to 100"),
+    ({"prompt": "a", "cache_salt": "x" * 257}, 400, "cache_salt", None, "at most 256"),
     ({"prompt": "a", "stop": [""]}, 400, "stop", None, "1 to 1000"),
     ({"prompt": "\ud83d"}, 400, "prompt", None, "half a surrogate pair"),
     ({"prompt": "a", "logprobs": 21}, 400, "logprobs", None, "allowed: 0 to 20"),
@@ -66,6 +69,10 @@ OVER_GRPC: list[tuple[pb.GenerateRequest, str, str, str]] = [
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[-1])), "INVALID_ARGUMENT", "prompt", "prompt[0] is -1"),
     (pb.GenerateRequest(text="a", model="gpt-4"), "NOT_FOUND", "model", "serves glassllm"),
     (pb.GenerateRequest(text="a", prompt_logprobs=-1), "INVALID_ARGUMENT", "prompt_logprobs", "0 to 20"),
+    (pb.GenerateRequest(text="a", n=0), "INVALID_ARGUMENT", "n", "allowed: 1 to 16"),
+    (pb.GenerateRequest(text="a", request_id="a#1"), "INVALID_ARGUMENT", "request_id", "128 visible ASCII"),
+    (pb.GenerateRequest(text="a", priority=-101), "INVALID_ARGUMENT", "priority", "-100 to 100"),
+    (pb.GenerateRequest(text="a", user="x" * 257), "INVALID_ARGUMENT", "user", "at most 256"),
     (pb.GenerateRequest(chat=CHAT), "INVALID_ARGUMENT", "messages", "no chat template"),
     (sampled(max_tokens=0), "INVALID_ARGUMENT", "max_tokens", "max_tokens is 0"),
     (sampled(top_k=-2), "INVALID_ARGUMENT", "top_k", "top_k is -2"),
@@ -154,6 +161,16 @@ def test_a_chat_with_a_model_that_has_no_template_is_pointed_to_completions(sing
         status, content = send_once(single_pool, "POST", path, body)
         assert (status, content["error"]["param"]) == (400, "messages")
         assert "/v1/completions" in content["error"]["message"]
+
+
+def test_a_name_that_is_none_is_refused(single_pool: SpawnedCluster) -> None:
+    for name in ("a b", "a#1", "x" * 129):
+        status, content = send_once(
+            single_pool, "POST", "/v1/completions", b'{"prompt": "a"}', **{"X-Request-Id": name}
+        )
+        assert (status, content["error"]["param"]) == (400, "X-Request-Id")
+    status, content = send_once(single_pool, "POST", "/v1/requests/a%231/cancel")
+    assert (status, content["error"]["param"]) == (400, "id")
 
 
 def test_an_encoded_body_is_refused(single_pool: SpawnedCluster) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from cluster_kit import Answer, collected, frozen, replicas, settle, wait_until
+from cluster_kit import Answer, all_collected, collected, frozen, replicas, settle, wait_until
 
 from bifolio.cluster.client import Client
 from bifolio.cluster.spawn import SpawnedCluster
@@ -55,6 +55,21 @@ def _holder(cluster: SpawnedCluster, role: str, pids: list[int]) -> int:
     (pid,) = wait_until(holding, "no replica was given the request")
     pids.remove(pid)
     return int(pid)
+
+
+def test_several_answers_go_on_when_their_replica_dies(two_and_two: SpawnedCluster) -> None:
+    settle(two_and_two, 2, 2)
+    sampling: dict[str, Any] = {**SAMPLINGS["seeded"], "n": 3}
+    with Client(two_and_two.grpc_address) as client, ThreadPoolExecutor(1) as pool:
+        undisturbed = all_collected(client, PROMPT, **sampling)
+        settle(two_and_two, 2, 2)
+        answers = pool.submit(all_collected, client, PROMPT, **sampling)
+        os.kill(wait_until(lambda: _stopped_at_work(two_and_two), "none works"), signal.SIGKILL)
+        resumed = answers.result(60)
+    assert [answer.ids for answer in resumed] == [answer.ids for answer in undisturbed]
+    assert [answer.text for answer in resumed] == [answer.text for answer in undisturbed]
+    assert resumed[0].route["resumes"] >= 1
+    settle(two_and_two, 2, 2)
 
 
 def test_replicas_of_both_pools_die_under_a_crowd(two_and_two: SpawnedCluster) -> None:

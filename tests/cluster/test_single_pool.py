@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cluster_kit import over_grpc
+from cluster_kit import fresh, over_grpc
 
 from bifolio.cluster.spawn import SpawnedCluster
 
@@ -31,7 +31,7 @@ def test_split_and_single_pool_give_the_same_ids(
 ) -> None:
     for prompt in PROMPTS:
         split, single = (
-            over_grpc(cluster, prompt, max_tokens=28, ignore_eos=True, **sampling)
+            over_grpc(cluster, prompt, max_tokens=28, ignore_eos=True, cache_salt=fresh(), **sampling)
             for cluster in (two_and_two, single_pool)
         )
         assert split.ids == single.ids
@@ -39,3 +39,4 @@ def test_split_and_single_pool_give_the_same_ids(
         assert split.text == single.text
         assert split.route["blocks"] == -(-split.usage["prompt_tokens"] // 8)
         assert (single.route["prefill_replica"], single.route["blocks"], single.route["bytes"]) == ("", 0, 0)
+        assert (split.route["reason"], single.route["reason"]) == ("long", "no_prefill")

@@ -42,22 +42,22 @@ def test_kernels():
 def test_the_grpc_service():
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     assert service.full_name == "bifolio.v1.Inference"
-    assert [method.name for method in service.methods] == ["Generate", "ListModels"]
+    assert [method.name for method in service.methods] == ["Generate", "Cancel", "ListModels"]
 
 
 def test_the_client():
     methods = [name for name, _ in inspect.getmembers(Client, inspect.isfunction) if not name.startswith("_")]
-    assert methods == ["close", "generate", "models"]
+    assert methods == ["cancel", "close", "generate", "models"]
     assert list(inspect.signature(Client.generate).parameters)[1:] == [
         *("prompt", "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
         *("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "seed", "stop", "stop_token_ids"),
-        *("ignore_eos", "logprobs", "prompt_logprobs", "timeout"),
+        *("ignore_eos", "logprobs", "prompt_logprobs", "n", "request_id", "cache_salt", "priority", "user", "timeout"),
     ]
 
 
 def test_the_commands():
     commands = next(action.choices for action in cli._parser()._actions if action.choices)
-    assert sorted(commands) == ["config", "demo", "generate", "models", "serve", "status", "verify"]
+    assert sorted(commands) == ["cancel", "config", "demo", "generate", "models", "serve", "status", "verify"]
 
 
 def test_every_error_has_a_status():

@@ -1,4 +1,4 @@
-"""One answer in pieces, over a scripted frontend: the log-probabilities of a piece are those of its tokens."""
+"""An answer in pieces, over a scripted frontend: each choice's own text, and log-probabilities of just its tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from bifolio.cluster.account import Account
 from bifolio.cluster.answer import Piece, answer
-from bifolio.cluster.frontend import Account
+from bifolio.cluster.choices import Choices
 from bifolio.cluster.query import Query, Served
 from bifolio.cluster.tokenizer import Tokenizer
 from bifolio.protos.messages import Delta, Generation, Lease, Placement, ReplicaId, Request, RequestId, TokenLogprobs
@@ -27,11 +28,14 @@ class Frontend:
         self.deltas = deltas
         self.requests: list[Request] = []
 
-    async def generate(self, request: Request, account: Account) -> AsyncGenerator[Delta, None]:
-        self.requests.append(request)
-        account.placement = Placement(request.id, Lease(ReplicaId("d"), Generation(1, 1), ()))
+    async def generate(self, choices: Choices, account: Account) -> AsyncGenerator[Delta, None]:
+        self.requests.append(choices.request)
+        account.placement = Placement(choices.request.id, Lease(ReplicaId("d"), Generation(1, 1), ()))
+        account.cached = 100
         for delta in self.deltas:
-            yield delta
+            if delta.choice in choices.open:
+                choices.take(delta)
+                yield delta
 
 
 def pieces(served: Served, frontend: Any, **fields: Any) -> list[Piece]:
@@ -41,9 +45,9 @@ def pieces(served: Served, frontend: Any, **fields: Any) -> list[Piece]:
     return asyncio.run(run())
 
 
-def delta(ids: list[int], finish: Any = None, prompt: tuple[TokenLogprobs, ...] = ()) -> Delta:
+def delta(ids: list[int], finish: Any = None, prompt: tuple[TokenLogprobs, ...] = (), choice: int = 0) -> Delta:
     entries = tuple(TokenLogprobs(id, -id / 8) for id in ids)
-    return Delta(tuple(ids), finish, logprobs=entries, prompt_logprobs=prompt)
+    return Delta(tuple(ids), finish, logprobs=entries, prompt_logprobs=prompt, choice=choice)
 
 
 def test_each_piece_has_the_logprobs_of_its_tokens(served: Served) -> None:
@@ -82,3 +86,39 @@ def test_no_stop_string_ends_an_answer_before_its_least_length(served: Served) -
             min_tokens=least,
         )
         assert "".join(piece.text for piece in taken) == text
+
+
+def test_choices_have_texts_of_their_own_and_the_last_piece_of_all_has_the_usage(served: Served) -> None:
+    texts = ["one é two", "three 日本 four five", "six"]
+    ids = [served.tokenizer.encode(text) for text in texts]
+    turns = [(k, i) for i in range(max(map(len, ids))) for k in range(3) if i < len(ids[k])]
+    deltas = [delta([ids[k][i]], "length" if i + 1 == len(ids[k]) else None, choice=k) for k, i in turns]
+    frontend = Frontend(*deltas)
+    taken = pieces(served, frontend, n=3)
+    assert frontend.requests[0].n == 3
+    assert ["".join(p.text for p in taken if p.choice == k) for k in range(3)] == texts
+    assert [[t for p in taken if p.choice == k for t in p.tokens] for k in range(3)] == ids
+    assert sorted(p.choice for p in taken if p.finish) == [0, 1, 2]
+    assert [p.usage is not None for p in taken] == [False] * (len(taken) - 1) + [True]
+    assert taken[-1].usage is not None
+    assert taken[-1].usage.completion_tokens == sum(map(len, ids))
+    assert taken[-1].usage.cached_tokens == taken[-1].usage.prompt_tokens, "no more than the prompt has"
+
+
+def test_a_stop_string_ends_its_own_choice_alone(served: Served) -> None:
+    ids = served.tokenizer.encode("one two three")
+    both = [delta([id], choice=k) for id in ids for k in (0, 1)]
+    other = served.tokenizer.encode(" four")
+    last = delta(served.tokenizer.encode("!"), "length", choice=1)
+    taken = pieces(served, Frontend(delta(other), *both, last), n=2, stop=("our", "tree"))
+    assert [(p.text, p.finish) for p in taken if p.choice == 0] == [(" f", "stop")]
+    assert "".join(p.text for p in taken if p.choice == 1) == "one two three!"
+    assert taken[-1].usage is not None
+    assert taken[-1].usage.completion_tokens == len(other) + len(ids) + 1
+
+
+def test_what_changes_no_answer_is_handed_on(served: Served) -> None:
+    frontend = Frontend(delta([5], "stop"))
+    pieces(served, frontend, cache_salt="s", priority=-100, user="u")
+    (request,) = frontend.requests
+    assert (request.salt, request.priority, request.tenant, request.n) == ("s", -100, "u", 1)

@@ -93,7 +93,7 @@ def test_the_last_message_may_be_continued() -> None:
 
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
-    query(n=1, tools=[], tool_choice="none", parallel_tool_calls=True, response_format={"type": "text"}, store=False)
+    query(n=None, tools=[], tool_choice="none", parallel_tool_calls=True, response_format={"type": "text"}, store=False)
     query(modalities=["text"], metadata=None, service_tier="auto", function_call=None, logit_bias=None)
 
 
@@ -155,6 +155,35 @@ def test_the_prompts_logprobs_come_with_the_first_chunk(served: Served) -> None:
     first, *others = [chunk for piece in PIECES for chunk in writer.chunks(piece)]
     assert first["prompt_logprobs"] == expected
     assert not [chunk for chunk in others if "prompt_logprobs" in chunk]
+
+
+def test_each_choice_begins_with_its_role_and_ends_with_its_reason(served: Served) -> None:
+    pieces = [
+        Piece("a", (1,), choice=1, prompt_logprobs=(TokenLogprobs(5, -1.0),)),
+        Piece("b", (1,), choice=0),
+        Piece("", (2,), "stop", choice=1),
+        Piece("c", (1,), "length", USAGE, choice=0),
+    ]
+    assert query(n=2).n == 2
+    whole = words(served, prompt_logprobs=True).whole(pieces)
+    assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in whole["choices"]] == [
+        (0, "bc", "length"),
+        (1, "a", "stop"),
+    ]
+    assert len(whole["prompt_logprobs"]) == 2
+    writer = words(served, prompt_logprobs=True)
+    chunks = [chunk for piece in pieces for chunk in writer.chunks(piece)]
+    assert ["prompt_logprobs" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    role: dict[str, str] = {"role": "assistant", "content": ""}
+    assert [(c["choices"][0]["index"], c["choices"][0]["delta"], c["choices"][0]["finish_reason"]) for c in chunks] == [
+        (1, role, None),
+        (1, {"content": "a"}, None),
+        (0, role, None),
+        (0, {"content": "b"}, None),
+        (1, {}, "stop"),
+        (0, {"content": "c"}, None),
+        (0, {}, "length"),
+    ]
 
 
 # --- tokens --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from bifolio.cluster import cli
 from bifolio.cluster.chat import Chat
 from bifolio.cluster.client import Client
 from bifolio.protos import inference_pb2 as pb
-from bifolio.protos.errors import InvalidRequest, Overloaded, Unavailable
+from bifolio.protos.errors import InvalidRequest, Overloaded, Revoked, Unavailable
 from bifolio.protos.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
 
@@ -31,6 +31,7 @@ class Servicer(InferenceServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: dict[str, Any] = {}
+        self.cancelled: list[str] = []
         self.left = threading.Event()
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
@@ -41,19 +42,39 @@ class Servicer(InferenceServicer):  # type: ignore[misc]
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "top_p is 3; allowed: above 0 to 1")
         if request.text == "full":
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "256 requests wait already")
+        if request.text == "gone":
+            context.abort(grpc.StatusCode.CANCELLED, "request x was cancelled")
+        if request.n > 1:
+            yield from self._choices()
+            return
         context.add_callback(self.left.set)
         yield pb.GenerateResponse(text="Once ")
         if request.text == "hang":
             self.left.wait(10)
         yield pb.GenerateResponse(text="더 upon")
-        usage = pb.Usage(
+        yield pb.GenerateResponse(finish_reason="stop", usage=self._usage())
+
+    def _choices(self) -> Iterator[pb.GenerateResponse]:
+        for choice, text, finish in ((2, "c", ""), (0, "a", ""), (2, "c", "stop"), (0, "a", "length"), (1, "b", "")):
+            yield pb.GenerateResponse(text=text, choice=choice, finish_reason=finish)
+        yield pb.GenerateResponse(choice=1, finish_reason="stop", usage=self._usage())
+
+    def _usage(self) -> pb.Usage:
+        return pb.Usage(
             prompt_tokens=3,
             completion_tokens=2,
+            cached_tokens=1,
             seed=7,
             timings=pb.Timings(ttft=0.05, prefill=0.03),
-            route=pb.Route(prefill_replica="p-1", decode_replica="d-1", blocks=4, bytes=2_000_000),
+            route=pb.Route(prefill_replica="p-1", decode_replica="d-1", blocks=4, bytes=2_000_000, reason="long"),
         )
-        yield pb.GenerateResponse(finish_reason="stop", usage=usage)
+
+    def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
+        self.cancelled.append(request.request_id)
+        if "#" in request.request_id:
+            context.set_trailing_metadata((("bifolio-field", "request_id"),))
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id is 'a#1'; allowed: others")
+        return pb.CancelResponse()
 
     def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[pb.Model(id="tiny", context_length=128)])
@@ -90,7 +111,10 @@ def test_the_client_sends_every_option(server: tuple[str, Servicer]) -> None:
     chat = Chat(({"role": "user", "content": "Hi"},), template_kwargs={"a": 1})
     with Client(address) as client:
         list(client.generate(chat, min_p=0.5, logit_bias={7: -1.0}, min_tokens=2, logprobs=3, prompt_logprobs=0))
-    (request,) = servicer.requests
+        list(client.generate("hi", n=2, request_id="mine", cache_salt="s", priority=-1, user="me"))
+    request, other = servicer.requests
+    assert (other.n, other.request_id, other.cache_salt, other.priority, other.user) == (2, "mine", "s", -1, "me")
+    assert not request.HasField("n")
     assert (request.chat.messages[0].content, request.chat.template_kwargs) == ("Hi", '{"a": 1}')
     assert (request.sampling.min_p, dict(request.sampling.logit_bias)) == (0.5, {7: -1.0})
     assert (request.sampling.min_tokens, request.sampling.logprobs, request.prompt_logprobs) == (2, 3, 0)
@@ -107,7 +131,11 @@ def test_leaving_the_loop_cancels(server: tuple[str, Servicer]) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "kind", "says"),
-    [("refuse", InvalidRequest, "top_p is 3"), ("full", Overloaded, "256 requests wait")],
+    [
+        ("refuse", InvalidRequest, "top_p is 3"),
+        ("full", Overloaded, "256 requests wait"),
+        ("gone", Revoked, "request x was cancelled"),
+    ],
 )
 def test_the_clusters_errors_come_back_as_themselves(
     server: tuple[str, Servicer], prompt: str, kind: type[Exception], says: str
@@ -127,6 +155,10 @@ def test_what_cannot_be_sent_is_refused_here(server: tuple[str, Servicer]) -> No
             {"logit_bias": {"504": 1.0}},
             {"temperature": "hot"},
             {"prompt_logprobs": 1.5},
+            {"n": 2**31},
+            {"priority": "high"},
+            {"cache_salt": 5},
+            {"request_id": "\ud800"},
         ):
             (name,) = wrong
             with pytest.raises(InvalidRequest, match=f"{name} is .*, which cannot be sent") as refused:
@@ -168,8 +200,8 @@ def test_generate_streams_to_stdout_and_sums_up_on_stderr(
     assert cli.main(["generate", "hi", "--address", address, "--stop", "a", "--stop", "b", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
     assert out == "Once 더 upon\n"
-    assert "3 + 2 tokens, stop, seed 7; TTFT 50 ms" in err
-    assert "prefilled on p-1, decoded on d-1, KV blocks moved: 4 (2.0 MB)" in err
+    assert "3 (1 cached) + 2 tokens, stop, seed 7; TTFT 50 ms" in err
+    assert "prefilled on p-1 (long), decoded on d-1, KV blocks moved: 4 (2.0 MB)" in err
     assert list(servicer.requests[0].sampling.stop) == ["a", "b"]
     assert cli.main(["generate", "hi", "--address", address, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
@@ -191,6 +223,31 @@ def test_generate_hands_on_every_option_and_asks_as_a_chat(
     assert capsys.readouterr().err == "bifolio: --system is given; allowed only with --chat\n"
 
 
+def test_generate_prints_each_choice_under_its_number(
+    server: tuple[str, Servicer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, servicer = server
+    assert cli.main(["generate", "hi", "--address", address, "-n", "3", "--request-id", "mine"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "[0] aa\n[1] b\n[2] cc\n"
+    assert "tokens, length, stop, seed 7" in err
+    assert (servicer.requests[0].n, servicer.requests[0].request_id) == (3, "mine")
+
+
+def test_a_request_is_cancelled_by_its_id(server: tuple[str, Servicer], capsys: pytest.CaptureFixture[str]) -> None:
+    address, servicer = server
+    assert cli.main(["cancel", "req/7", "--address", address]) == 0
+    assert capsys.readouterr().out == "req/7: cancelled\n"
+    assert servicer.cancelled == ["req/7"]
+    assert cli.main(["cancel", "a#1", "--address", address]) == 1
+    assert capsys.readouterr().err == "bifolio: request_id is 'a#1'; allowed: others\n"
+    assert cli.main(["cancel", "x", "--address", "127.0.0.1:1"]) == 1
+    assert "nothing answers at 127.0.0.1:1" in capsys.readouterr().err
+    with Client(address) as client, pytest.raises(InvalidRequest) as refused:
+        client.cancel("a#1")
+    assert refused.value.field == "request_id"
+
+
 def test_a_failure_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "hi", "--address", "127.0.0.1:1"]) == 1
     out, err = capsys.readouterr()
@@ -202,6 +259,8 @@ STATUS = {
     "model": "tiny",
     "waiting": 3,
     "epoch": 1,
+    "splits": {"short": 1, "long": 12},
+    "cache": {"asked_tokens": 400, "hit_tokens": 100, "evicted_blocks": 7},
     "replicas": [
         {
             "id": "prefill-1", "role": "prefill", "state": "live", "pid": 42, "address": "127.0.0.1:7001",
@@ -239,6 +298,10 @@ def test_status_as_a_table_and_as_json(
     table = capsys.readouterr().out
     assert "tiny: 3 waiting" in table
     assert all(text in table for text in ("prefill-1", "127.0.0.1:7001", "16"))
+    lines = table.splitlines()
+    assert "cache: 100 of 400 tokens (25.0%) were there when they were asked for, 7 blocks evicted" in lines
+    assert "long: 12 requests, split: the decode replica lacks more than kv.local_blocks blocks" in lines
+    assert "short: 1 request, local: done before a prefill replica would begin" in lines
     assert cli.main(["status", "--address", http_address, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == STATUS
 

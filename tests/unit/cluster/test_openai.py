@@ -50,9 +50,9 @@ def test_every_field_arrives() -> None:
     sampling = {
         "max_tokens": 5, "temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "repetition_penalty": 1.5,
         "presence_penalty": -1.0, "frequency_penalty": 2.0, "min_tokens": 2, "seed": -1, "ignore_eos": True,
-        "logprobs": 3, "prompt_logprobs": 0, "model": "m",
+        "logprobs": 3, "prompt_logprobs": 0, "model": "m", "n": 2, "cache_salt": "s", "priority": -7, "user": "me",
     }  # fmt: skip
-    asked = query(**sampling, stop="\n", stop_token_ids=[9, 7], logit_bias={"12": -100, "7": 0.5}, user="me")
+    asked = query(**sampling, stop="\n", stop_token_ids=[9, 7], logit_bias={"12": -100, "7": 0.5})
     expected = Query(ID, "Hello", **sampling, stop=("\n",), stop_token_ids=(9, 7), logit_bias=((7, 0.5), (12, -100.0)))
     assert asked == expected
 
@@ -80,7 +80,11 @@ def test_a_prompt_may_be_token_ids(prompt: Any) -> None:
         ({"temperature": "hot"}, "temperature", "got 'hot'; allowed: a number"),
         ({"stop": ["\udfff"]}, "stop", "stop[0] holds '\\udfff'"),
         ({"stop": 3}, "stop", "got 3; allowed: a text or a list of texts"),
-        ({"n": 2}, "n", "got 2; not supported yet, allowed: 1 or null"),
+        ({"n": "2"}, "n", "got '2'; allowed: a whole number or null"),
+        ({"best_of": 2}, "best_of", "got 2; not supported yet, allowed: 1, which is n, or null"),
+        ({"n": 2, "best_of": 1}, "best_of", "got 1; not supported yet, allowed: 2, which is n, or null"),
+        ({"priority": 0.5}, "priority", "got 0.5; allowed: a whole number or null"),
+        ({"cache_salt": 5}, "cache_salt", "got 5; allowed: a text or null"),
         ({"echo": True}, "echo", "not supported yet"),
         ({"suffix": "x"}, "suffix", "not supported yet"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
@@ -142,6 +146,8 @@ def test_any_value_anywhere_is_taken_or_refused(value: Any) -> None:
 
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
+    query(n=None, best_of=None)
+    query(n=3, best_of=3)
     query(n=1, best_of=1, echo=False, logprobs=None, presence_penalty=0, logit_bias={}, suffix=None, user=None)
 
 
@@ -155,9 +161,10 @@ def test_usage_is_streamed_only_when_asked_for() -> None:
 USAGE = pb.Usage(
     prompt_tokens=3,
     completion_tokens=2,
+    cached_tokens=1,
     seed=7,
     timings=pb.Timings(ttft=0.5, queue=0.25),
-    route=pb.Route(decode_replica="d", blocks=4),
+    route=pb.Route(decode_replica="d", blocks=4, reason="short"),
 )
 
 
@@ -176,11 +183,12 @@ def test_the_whole_answer(tokenizer: Tokenizer) -> None:
         "choices": [{"index": 0, "text": "hi", "logprobs": None, "finish_reason": "stop"}],
     }
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 2, 5)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
     assert usage["seed"] == 7
     assert usage["timings"] == {
         "ttft": 0.5, "queue": 0.25, "prefill": 0, "transfer": 0, "first_decode": 0, "overhead": 0, "total": 0
     }  # fmt: skip
-    assert usage["route"]["decode_replica"] == "d"
+    assert (usage["route"]["decode_replica"], usage["route"]["reason"]) == ("d", "short")
 
 
 def test_chunks_carry_usage_only_when_asked_for(tokenizer: Tokenizer) -> None:
@@ -234,6 +242,38 @@ def test_the_prompts_logprobs_are_said_once_and_begin_with_null(tokenizer: Token
     first, second = (c["choices"][0] for piece in pieces for c in streaming.chunks(piece))
     assert first["prompt_logprobs"] == expected
     assert "prompt_logprobs" not in second
+
+
+def interleaved(tokenizer: Tokenizer) -> list[Piece]:
+    """Three choices; the first to say something is the last, and one says nothing."""
+    one, two, three = tokenizer.encode("one two three")
+    return [
+        Piece("", (one,), logprobs=(TokenLogprobs(one, -1.0),), prompt_logprobs=(TokenLogprobs(9, -0.5),), choice=2),
+        Piece("a", (two,), logprobs=(TokenLogprobs(two, -2.0),), choice=0),
+        Piece("b", (two,), "stop", logprobs=(TokenLogprobs(two, -3.0),), choice=2),
+        Piece("", (2,), "stop", choice=1),
+        Piece("c", (three,), "length", USAGE, (TokenLogprobs(three, -4.0),), choice=0),
+    ]
+
+
+def test_choices_are_told_apart_by_their_index(tokenizer: Tokenizer) -> None:
+    pieces = interleaved(tokenizer)
+    whole = words(tokenizer, logprobs=True, prompt_logprobs=True).whole(pieces)
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in whole["choices"]] == [
+        (0, "ac", "length"),
+        (1, "", "stop"),
+        (2, "b", "stop"),
+    ]
+    assert ["prompt_logprobs" in choice for choice in whole["choices"]] == [True, False, False]
+    assert [choice["logprobs"]["token_logprobs"] for choice in whole["choices"]] == [[-2.0, -4.0], [], [-1.0, -3.0]]
+    assert [choice["logprobs"]["text_offset"][:1] for choice in whole["choices"]] == [[0], [], [0]]
+    streaming = words(tokenizer, logprobs=True, prompt_logprobs=True)
+    chunks = [chunk["choices"][0] for piece in pieces for chunk in streaming.chunks(piece)]
+    assert [(c["index"], c["text"]) for c in chunks] == [(2, ""), (0, "a"), (2, "b"), (1, ""), (0, "c")]
+    assert ["prompt_logprobs" in chunk for chunk in chunks] == [True, False, False, False, False]
+    for choice in whole["choices"]:
+        parts = [c["logprobs"] for c in chunks if c["index"] == choice["index"]]
+        assert choice["logprobs"] == {name: [each for p in parts for each in p[name]] for name in choice["logprobs"]}
 
 
 def test_an_event_is_one_line() -> None:

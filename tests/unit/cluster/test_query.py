@@ -13,6 +13,7 @@ from bifolio.cluster.completion_schema import CompletionRequest
 from bifolio.cluster.convert import logprobs_to_pb, query_from_pb, query_to_pb
 from bifolio.cluster.query import Query, Resolved, Served, check_model, resolve
 from bifolio.cluster.ranges import float32
+from bifolio.cluster.request_ids import named
 from bifolio.cluster.schema import parse
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.protos import inference_pb2 as pb
@@ -41,10 +42,8 @@ def resolved(served: Served, prompt: Any = "Hello", **fields: Any) -> Resolved:
 
 
 def test_what_is_left_open_is_resolved(served: Served) -> None:
-    prompt, sampling, stops, prompt_logprobs = resolved(served)
-    assert prompt == (19556,)
-    assert sampling == Sampling(max_tokens=16, temperature=1.0, top_p=1.0, top_k=0, seed=77, stop_token_ids=(2,))
-    assert (stops, prompt_logprobs) == ((), None)
+    sampling = Sampling(max_tokens=16, temperature=1.0, top_p=1.0, top_k=0, seed=77, stop_token_ids=(2,))
+    assert resolved(served) == ((19556,), sampling, (), None, 1, "", "", 0)
 
 
 def test_what_is_given_is_taken_as_32_bits_hold_it(served: Served) -> None:
@@ -69,6 +68,8 @@ def test_the_ends_of_a_range_are_in_it(served: Served) -> None:
         {"temperature": 0, "min_p": 0, "repetition_penalty": 10, "presence_penalty": 2, "frequency_penalty": 2},
         {"top_p": 1, "top_k": 2**31 - 1, "min_tokens": 16, "logprobs": 0, "prompt_logprobs": 20},
         {"logit_bias": tuple((id, 100.0) for id in range(1024)), "stop": ("x" * 1000,) * 4, "seed": 2**64 - 1},
+        {"n": 16, "priority": 100, "cache_salt": "日" * 256, "user": "日" * 256},
+        {"n": 1, "priority": -100, "cache_salt": "", "user": ""},
     ):
         resolved(served, **fields)
 
@@ -167,6 +168,11 @@ def test_a_model_without_a_template_points_to_completions(served: Served) -> Non
         ({"logit_bias": ((49152, 1.0),)}, "logit_bias", "logit_bias names token 49152; token ids are 0 to 49151"),
         ({"logit_bias": ((5, float("nan")),)}, "logit_bias", "logit_bias of token 5 is nan; allowed: -100 to 100"),
         ({"logprobs": 21}, "logprobs", "logprobs is 21; allowed: 0 to 20"),
+        ({"n": 0}, "n", "n is 0; allowed: 1 to 16"),
+        ({"n": 17}, "n", "n is 17; allowed: 1 to 16"),
+        ({"priority": -101}, "priority", "priority is -101; allowed: -100 to 100"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "cache_salt has 257 characters; allowed: at most 256"),
+        ({"user": "x" * 257}, "user", "user has 257 characters; allowed: at most 256"),
     ],
 )
 def test_a_mistake_names_its_field(served: Served, fields: dict[str, Any], field: str, says: str) -> None:
@@ -174,6 +180,32 @@ def test_a_mistake_names_its_field(served: Served, fields: dict[str, Any], field
         resolved(served, **fields)
     assert caught.value.field == field
     assert says in caught.value.message
+
+
+def test_no_more_answers_than_a_replica_computes_at_once(served: Served) -> None:
+    few = replace(served, most_choices=3)
+    assert resolved(few, n=3).n == 3
+    with pytest.raises(InvalidRequest, match="n is 4; allowed: 1 to 3") as refused:
+        resolved(few, n=4)
+    assert refused.value.field == "n"
+
+
+@pytest.mark.parametrize("id", ["a", "!", "~" * 128, 'req/1?"x"=%20', "3f8a4e0c-1d5b-4a4b-9f53-1f2b6c1f0e77"])
+def test_a_request_may_be_named(id: str) -> None:
+    assert named(id, "request_id", "gen") == id
+
+
+@pytest.mark.parametrize("id", ["", " ", "a b", "a#1", "#", "é", "a\n", "a" * 129, "\x7f"])
+def test_what_is_no_name_is_refused(id: str) -> None:
+    with pytest.raises(InvalidRequest, match="allowed: 1 to 128 visible ASCII characters") as refused:
+        named(id, "X-Request-Id", "cmpl")
+    assert refused.value.field == "X-Request-Id"
+
+
+def test_a_name_is_drawn_where_none_is_given() -> None:
+    first, second = (named(None, "request_id", "gen") for _ in range(2))
+    assert first != second
+    assert first.startswith("gen-")
 
 
 def test_only_the_served_model_is_found() -> None:
@@ -188,7 +220,8 @@ def test_only_the_served_model_is_found() -> None:
 FULL = Query(
     ID, (1, 2), "m", max_tokens=5, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, repetition_penalty=1.5,
     presence_penalty=-1.0, frequency_penalty=2.0, logit_bias=((7, 0.5), (12, -100.0)), min_tokens=2, seed=2**64 - 1,
-    stop=("a", "b"), stop_token_ids=(7,), ignore_eos=True, logprobs=0, prompt_logprobs=20,
+    stop=("a", "b"), stop_token_ids=(7,), ignore_eos=True, logprobs=0, prompt_logprobs=20, n=3,
+    cache_salt="s", priority=-100, user="",
 )  # fmt: skip
 CHAT = Chat(
     ({"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "So"}),
@@ -199,7 +232,9 @@ CHAT = Chat(
 
 @pytest.mark.parametrize("query", [Query(ID, "text"), FULL, Query(ID, HELLO), Query(ID, CHAT, max_tokens=3)])
 def test_a_query_survives_the_wire(query: Query) -> None:
-    assert query_from_pb(pb.GenerateRequest.FromString(query_to_pb(query).SerializeToString()), ID) == query
+    request = pb.GenerateRequest.FromString(query_to_pb(query).SerializeToString())
+    assert request.request_id == ID
+    assert query_from_pb(request, ID) == query
 
 
 def test_both_doors_draw_with_the_same_numbers(served: Served) -> None:

@@ -1,0 +1,95 @@
+"""Requests that are open: confirmed at the KV manager, as long as they are, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from frontend_kit import GEOMETRY, REQUEST, Decode, Manager, collect
+from ray.exceptions import ActorDiedError
+
+from bifolio.cluster import open_requests
+from bifolio.cluster.open_requests import Open, OpenRequests
+from bifolio.protos.messages import Delta, RequestId
+
+
+def test_geometries_are_there_for_the_first_request():
+    manager = Manager()
+    collect(manager, Decode([Delta((7,), "stop")]))
+    assert manager.confirmed[0] == (REQUEST.id,)
+    assert list(manager.asks[0].keys) == ["m"]
+
+
+def test_open_requests_are_confirmed_again_and_again_and_one_call_is_under_way_at_most(monkeypatch):
+    async def run() -> None:
+        calls, answer = [], asyncio.Event()
+
+        async def confirm(ids):
+            calls.append(ids)
+            await answer.wait()
+            return (GEOMETRY,)
+
+        manager = Manager()
+        manager.confirm.remote = confirm
+        requests = OpenRequests(manager)
+        with requests.opened(RequestId("a")):
+            waiting = [asyncio.create_task(requests.geometries()) for _ in range(5)]
+            with requests.opened(RequestId("b")):
+                while not calls:
+                    await asyncio.sleep(0)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert calls == [("a", "b")]
+                answer.set()
+                assert await asyncio.gather(*waiting) == [(GEOMETRY,)] * 5
+            while len(calls) < 4:
+                await asyncio.sleep(0)
+        assert calls[-1] == ("a",)
+
+    monkeypatch.setattr(open_requests, "CONFIRM_S", 0.0)
+    asyncio.run(run())
+
+
+def test_a_manager_that_is_dead_is_asked_again(monkeypatch, caplog):
+    async def run() -> None:
+        manager = Manager(geometries=ActorDiedError())
+        requests = OpenRequests(manager)
+        assert await requests.geometries() == ()
+        while len(manager.confirmed) < 3:
+            await asyncio.sleep(0)
+        manager.geometries = (GEOMETRY,)
+        while not await requests.geometries():
+            await asyncio.sleep(0)
+        manager.geometries = ActorDiedError()
+        seen = len(manager.confirmed)
+        while len(manager.confirmed) < seen + 3:
+            await asyncio.sleep(0)
+        assert await requests.geometries() == (GEOMETRY,), "what was known is still true"
+
+    monkeypatch.setattr(open_requests, "CONFIRM_S", 0.0)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert len(caplog.records) == 2, "each time it stops answering, once"
+
+
+def test_a_manager_that_does_not_answer_is_not_waited_for_long(monkeypatch):
+    async def run() -> None:
+        manager = Manager()
+        manager.confirm.remote = lambda ids: asyncio.Event().wait()
+        assert await OpenRequests(manager).geometries() == ()
+
+    monkeypatch.setattr(open_requests, "FIRST_S", 0.0)
+    asyncio.run(run())
+
+
+def test_a_stream_that_times_out_by_itself_is_not_cancelled():
+    async def run() -> None:
+        async def stream():
+            raise TimeoutError("of the stream's own")
+            yield
+
+        with pytest.raises(TimeoutError, match="of the stream's own"):
+            await Open(RequestId("r")).next(stream())
+
+    asyncio.run(run())

@@ -20,6 +20,7 @@ class Choices:
         self.request = request
         self.open = set(range(request.n))  # they go on, and somebody reads them
         self._tokens: dict[int, list[int]] = {choice: [] for choice in self.open}
+        self._prompt_logprobs = request.prompt_logprobs  # until somebody has them, or is asked for them
 
     def take(self, delta: Delta) -> None:
         """What a choice brings; its end, if it says so."""
@@ -36,13 +37,14 @@ class Choices:
         """A choice, with the tokens it has, as a request of its own. What is told of the prompt has been told with the
         first token of all."""
         request = self.request
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return replace(
             request,
             id=choice_id(request.id, choice),
             n=1,
             sampling=replace(request.sampling, choice=choice),
             generated=tuple(self._tokens[choice]),
-            prompt_logprobs=None if any(self._tokens.values()) else request.prompt_logprobs,
+            prompt_logprobs=None if any(self._tokens.values()) else prompt_logprobs,
         )
 
 

@@ -77,6 +77,7 @@ class Frontend:
         """
         request = choices.request
         with self._requests.opened(request.id) as opened:
+            refused = False
             try:
                 async with aclosing(Merged("all", self._attempts(request, account, Tries()))) as streams:
                     while choices.open:
@@ -95,9 +96,12 @@ class Frontend:
                             tries.failed(self._cause(*delta.resumable))
                             account.resumes += 1
                             streams.add(choice, self._attempts(choices.alone(choice), account, tries))
+            except BifolioError:
+                refused = True  # so no admission is on its way, and the id may be used again
+                raise
             finally:
-                if choices.open:
-                    self._manager.revoke.remote(request.id)  # one way; whatever it still holds or waits for
+                if choices.open:  # one way; whatever it still holds or waits for
+                    self._manager.revoke.remote(request.id, known=refused)
 
     async def cancel(self, id: RequestId) -> None:
         """Gives a request up, wherever it is or will be. Unavailable if that cannot be noted for good."""
@@ -110,7 +114,7 @@ class Frontend:
         while True:
             if tries.count:
                 await asyncio.sleep(PAUSE_S * tries.count)
-            placement = await self._admit(request, tries.avoid, account)
+            placement = await self._admit(request, tries, account)
             began, left, brought = time.monotonic(), set(_numbers(request)), False
             tokens: list[int] = []  # of the only choice
             try:
@@ -179,16 +183,17 @@ class Frontend:
             self._manager.report_state.remote(replica, "dead")
         return Resumable(f"the stream of decode replica {replica} broke: {error!r}", replica)
 
-    async def _admit(self, request: Request, avoid: tuple[ReplicaId, ...], account: Account) -> Placement:
-        """Waits as long as the KV manager lets it, and a moment for a manager that is restarting."""
+    async def _admit(self, request: Request, tries: Tries, account: Account) -> Placement:
+        """Waits as long as the KV manager lets it, and a moment for a manager that is restarting. The last try relies
+        on no cache, in case that is what is wrong."""
         ask = Ask(
             request.id,
             len(request.history),
             request.most_tokens,
             request.arrival,
-            avoid,
+            tries.avoid,
             n=request.n,
-            keys=await self._keys(request, account.model),
+            keys=await self._keys(request, account.model) if tries.count < MOST_TRIES - 1 else {},
             model=account.model,
             tenant=request.tenant,
             priority=request.priority,

@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse
 from ray import serve
 from ray.exceptions import RayActorError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from bifolio.kv_manager.actor import connect
@@ -54,6 +55,11 @@ api.add_middleware(OnlyLoopback)
 @api.exception_handler(BifolioError)
 async def _refused(request: Request, error: BifolioError) -> Response:
     return refusal(error)
+
+
+@api.exception_handler(ClientDisconnect)
+async def _left(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)  # nobody reads it
 
 
 @api.exception_handler(HTTPException)

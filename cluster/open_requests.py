@@ -72,6 +72,8 @@ class OpenRequests:
                 f"the request id {id} belongs to a request that is still open; allowed: one that is not in use",
                 "request_id",
             )
+        if self._confirming is None:
+            self._confirming = asyncio.create_task(self._keep_confirming())
         opened = self._open[id] = Open(id)
         try:
             yield opened
@@ -84,9 +86,7 @@ class OpenRequests:
             opened.cancel()
 
     async def geometries(self) -> tuple[Geometry, ...]:
-        """Of the models that are served, as far as is known."""
-        if self._confirming is None:
-            self._confirming = asyncio.create_task(self._keep_confirming())
+        """Of the models that are served, as far as is known. For a request that is open."""
         if not self._geometries:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._confirm()), FIRST_S)

@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 # Calls over the bound must get in, so that the queue refuses the last in order: else Ray would hold them back.
 SPARE_WAITERS = 256
+LATE_S = 1.0  # a look at what has expired that is so late is left out
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,12 +98,12 @@ class KvManager:
             await self.revoke(ask.request)
             raise
 
-    async def revoke(self, request: RequestId) -> None:
-        """Gives up all of a request, or one of its choices."""
+    async def revoke(self, request: RequestId, known: bool = False) -> None:
+        """Gives up all of a request, or one of its choices; `known` as in the ledger."""
         with self._lock:
             now = time.monotonic()
             waited = self._drop(request)
-            self._ledger.revoke(request, now, known=waited)
+            self._ledger.revoke(request, now, known=known or waited)
             self._pump(now)
 
     async def cancel(self, request: RequestId) -> None:
@@ -163,7 +164,13 @@ class KvManager:
         if len(self._queue):
             models = self._models()
             self._settle(
-                self._queue.pump(lambda ask: self._ledger.admit(ask, now), now, models=models, changed=changed)
+                self._queue.pump(
+                    lambda ask, kept: self._ledger.admit(ask, now, kept),
+                    now,
+                    waits_for=self._ledger.waits_for,
+                    models=models,
+                    changed=changed,
+                )
             )
 
     def _models(self) -> set[str]:
@@ -184,7 +191,10 @@ class KvManager:
 
     def _tick(self, every: float) -> None:
         while True:
+            began = time.monotonic()
             time.sleep(every)
+            if time.monotonic() - began > every + LATE_S:
+                continue  # we were held up: what confirms and reports goes first, or we would miss what is waiting here
             try:
                 self._expire()
             except Exception:  # a bug of ours: without this thread nothing would ever expire again

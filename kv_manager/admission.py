@@ -3,9 +3,10 @@ knows nothing about futures, Ray, or what makes a request fit.
 
 The passing rule. While the first in order does not fit, the next `MOST_PASSING` may pass it if they do, so that blocks
 too few for a large request are not idle. But for `passing_s` at most, counted from when a request was first found not
-to fit while it was first; from then on nobody behind it is tried, so what comes free gathers for it. Hence none waits
-for ever while others are served. Who has tokens goes on with the model that they are of, and for a model without a
-decode replica nothing can gather: such a request is not first, it only waits.
+to fit while it was first; from then on the replica that it waits for is kept: nobody behind it is placed there, so what
+comes free gathers for it, while all other replicas go on. Hence none waits for ever while others are served. Who has
+tokens goes on with the model that they are of, and for a model without a decode replica nothing can gather: such a
+request is not first, it only waits.
 
 A try costs the ledger up to a millisecond. So it is not repeated for who did not fit until something has changed in the
 cell, and those beyond the few that may pass are not tried.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from bifolio.protos.errors import Overloaded, Revoked, Unavailable
-from bifolio.protos.messages import Ask, Placement, RequestId, family
+from bifolio.protos.messages import Ask, Placement, ReplicaId, RequestId, family
 
 from .config import KvConfig
 from .fair import FairOrder, Waiting
@@ -62,22 +63,26 @@ class AdmissionQueue:
 
     def pump(
         self,
-        place: Callable[[Ask], Placement | None],
+        place: Callable[[Ask, Collection[ReplicaId]], Placement | None],
         now: float,
         *,
+        waits_for: Callable[[Ask], ReplicaId | None] = lambda ask: None,
         models: Collection[str] | None = None,
         changed: bool = True,
     ) -> list[Outcome]:
         """Places who fits, in order and by the passing rule. An error belongs to its request alone.
 
+        `place` is given the replicas that are kept; `waits_for`: the one that who does not fit needs next, None is
+        every one.
         `models`: those with a decode replica, None is all. `changed`: since the last pump blocks may have come free,
         or a replica; if not, only who is new is tried.
         """
         self._changes += changed
         leaving: list[tuple[Waiting, Placement | Exception]] = []
         behind = 0  # looked at since the first that did not fit, and it
+        kept: set[ReplicaId] = set()
         for waiting in self._order:
-            result = self._try(waiting, place)
+            result = self._try(waiting, place, kept)
             if result is None and not _served(waiting, models):
                 continue
             if result is not None:
@@ -90,14 +95,19 @@ class AdmissionQueue:
                 waiting.blocked = now
             if result is None or behind:
                 behind += 1
-            if behind > MOST_PASSING or (result is None and self._keeps(waiting, now)):
+            if behind > MOST_PASSING:
                 break
+            if result is None and self._keeps(waiting, now):
+                if (replica := waits_for(waiting.ask)) is None:
+                    break
+                kept.add(replica)
         return self._leave(leaving)
 
     def expire(self, now: float, *, models: Collection[str] | None = None) -> list[Outcome]:
-        """Refuses those who waited too long. `models` as in `pump`."""
+        """Refuses those who waited too long. `models` as in `pump`. Whose answer has begun is first in the order and
+        waits on, as long as there is a replica to wait for: a deadline would cut it in the middle."""
         limit = self._config.admission_wait_s
-        late = [w for w in self._waiting.values() if now - w.since >= limit]
+        late = [w for w in self._waiting.values() if now - w.since >= limit and not (_begun(w) and _served(w, models))]
         if not late:
             return []
         retry_after = self._retry_after(now)
@@ -129,11 +139,13 @@ class AdmissionQueue:
 
     # -- inside
 
-    def _try(self, waiting: Waiting, place: Callable[[Ask], Placement | None]) -> Placement | Exception | None:
+    def _try(
+        self, waiting: Waiting, place: Callable[[Ask, Collection[ReplicaId]], Placement | None], kept: set[ReplicaId]
+    ) -> Placement | Exception | None:
         if waiting.tried == self._changes:
             return None
         try:
-            result = place(waiting.ask)
+            result = place(waiting.ask, kept)
         except Exception as error:
             return error
         if result is None:
@@ -141,7 +153,7 @@ class AdmissionQueue:
         return result
 
     def _keeps(self, waiting: Waiting, now: float) -> bool:
-        """Whether what comes free is kept for it: nobody behind it may have it."""
+        """Whether what comes free for it is kept: nobody behind it may have that."""
         return waiting.blocked is not None and now - waiting.blocked >= self._config.passing_s
 
     def _leave(self, leaving: Iterable[tuple[Waiting, Placement | Exception]]) -> list[Outcome]:
@@ -162,6 +174,11 @@ class AdmissionQueue:
 
 def _overloaded(why: str, retry_after: float) -> Overloaded:
     return Overloaded(f"the cell is full: {why}; retry in {retry_after:.0f} s", retry_after)
+
+
+def _begun(waiting: Waiting) -> bool:
+    """Whether somebody is reading its answer: it has tokens, or is one of several that began together."""
+    return waiting.has_tokens or family(waiting.ask.request) != waiting.ask.request
 
 
 def _served(waiting: Waiting, models: Collection[str] | None) -> bool:

@@ -200,7 +200,7 @@ class Book:
             self.families.setdefault(family(lease.request), set()).add(generation)
 
     def _adopt(self, lease: Lease, now: float, *, revoked: bool) -> None:
-        tokens = (len(lease.blocks) - lease.cached) * self.block_size
+        tokens = (len(lease.blocks) - lease.cached) * self.block_size if self.info.role == "prefill" else 0
         self._enter(lease.generation, Held(lease.request, (), now, now, tokens=tokens, revoked=revoked))
 
     def _set_blocks(self, lease: Held, blocks: tuple[BlockId, ...]) -> None:

@@ -59,6 +59,7 @@ class Keeper:
     async def round(self) -> dict[RequestId, float]:
         """Brings the store up to date. Returns the tombstones that were there, with the seconds they still stand: once,
         when it first answers."""
+        self._owed = {request: until for request, until in self._owed.items() if until > self._clock()}
         try:
             await self._keep()
             for request, until in list(self._owed.items()):

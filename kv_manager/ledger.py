@@ -18,7 +18,7 @@ has a new id, so a report's `beat` orders all that one replica ever said.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Revoked, Unavailable
@@ -61,37 +61,50 @@ class Ledger:
         self._books: dict[ReplicaId, Book] = {}
         self._index = PrefixIndex()
         self._evicted = 0  # blocks, of replicas that have gone
+        self._without_prefill: float | None = None  # since when, where split is always
         self._given_up: dict[RequestId, float] = {}  # not admitted before this time
         self._confirmed: dict[RequestId, float] = {}  # families, when an ingress last said that they are open
 
     # -- requests
 
-    def admit(self, ask: Ask, now: float) -> Placement | None:
-        """Offers blocks for a request; None is "not now". Its earlier leases, if any, are revoked.
+    def admit(self, ask: Ask, now: float, kept: Collection[ReplicaId] = ()) -> Placement | None:
+        """Offers blocks for a request; None is "not now". Its earlier leases, if any, are revoked. `kept` are replicas
+        that others wait for: it gets none of them.
 
-        Raises what `check` does, and Unavailable if prompts must be split and no prefill replica is there.
+        Raises what `check` does, and Unavailable if prompts must be split and no prefill replica has been there for
+        `silence_s`.
         """
         self.check(ask, now)
         self._revoke(ask.request)
-        decodes = self._pool("decode", ask.model)
+        decodes = [b for b in self._able_decodes(ask) if b.info.id not in kept and b.has_room(ask.n, 0, ())]
         if not decodes:
             return None
-        depths = {model: self._index.match(keys) for model, keys in ask.keys.items()}
-        decode = policy.best_decode(ask, policy.decode_needs(ask, policy.able_decodes(ask, decodes), depths))
+        depths = self._depths(ask)
+        decode = policy.best_decode(ask, policy.decode_needs(ask, decodes, depths))
         if decode is None:
             return None
-        prefills = policy.prefill_needs(ask, self._able_prefills(ask, decode.book.model), depths)
-        prefill = policy.best_prefill(ask, prefills, self._config)
-        speed = policy.speed_of([*(need.book for need in prefills), decode.book])
-        choice = split.choose(self._config, decode, prefill, able=bool(prefills), speed=speed)
-        if not choice.local and not prefills:
-            raise Unavailable(
-                f"kv.split is always, and no prefill replica is alive that can hold {ask.tokens} tokens; start one, or "
-                "set kv.split to auto"
-            )
+        able = self._able_prefills(ask, decode.book.model)
+        prefills = policy.prefill_needs(ask, [b for b in able if b.info.id not in kept], depths)
+        speed = policy.speed_of([*able, decode.book])
+        prefill = policy.best_prefill(ask, prefills, self._config, speed)
+        choice = split.choose(self._config, decode, prefill, able=bool(able), speed=speed)
+        self._check_prefill(ask, bool(able) or choice.local, now)
         if not choice.local and prefill is None:
             return None  # worth waiting for: a prompt prefilled at decode slows its sequences
         return self._place(ask, decode, None if choice.local else prefill, choice.reason, now)
+
+    def waits_for(self, ask: Ask) -> ReplicaId | None:
+        """The replica that a request needs next, if it is not placed now; None if there is none to wait for."""
+        depths = self._depths(ask)
+        decodes = policy.decode_needs(ask, self._able_decodes(ask), depths)
+        if not decodes:
+            return None
+        decode = policy.best_decode(ask, decodes)
+        if decode is None:
+            return policy.by_decode_score(decodes)[0].book.info.id
+        able = self._able_prefills(ask, decode.book.model)
+        prefills = policy.by_prefill_score(policy.prefill_needs(ask, able, depths), policy.speed_of(able))
+        return prefills[0].book.info.id if prefills else None
 
     def check(self, ask: Ask, now: float) -> None:
         """Raises Revoked for what was cancelled, and DoesNotFit for what can never be served."""
@@ -205,6 +218,25 @@ class Ledger:
 
     def _pool(self, role: Role, fingerprint: str | None = None) -> list[Book]:
         return [b for b in self._books.values() if b.info.role == role and fingerprint in (None, b.model)]
+
+    def _depths(self, ask: Ask) -> dict[str, policy.Depths]:
+        return {model: self._index.match(keys) for model, keys in ask.keys.items()}
+
+    def _able_decodes(self, ask: Ask) -> list[Book]:
+        return policy.able_decodes(ask, self._pool("decode", ask.model))
+
+    def _check_prefill(self, ask: Ask, possible: bool, now: float) -> None:
+        """Raises Unavailable if a prompt must be split and has not been possible to split for a while: a replica that
+        was lost, or has not come back to a manager that was started again, has its time."""
+        if possible:
+            self._without_prefill = None
+        elif self._without_prefill is None:
+            self._without_prefill = now
+        elif now - self._without_prefill >= self._config.silence_s:
+            raise Unavailable(
+                f"kv.split is always, and no prefill replica is alive that can hold {ask.tokens} tokens; start one, or "
+                "set kv.split to auto"
+            )
 
     def _able_prefills(self, ask: Ask, model: str) -> list[Book]:
         """None, if none is to be used."""

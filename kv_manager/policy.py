@@ -116,24 +116,34 @@ def prefill_needs(ask: Ask, books: Iterable[Book], depths: Mapping[str, Depths])
     return needs
 
 
-def best_decode(ask: Ask, needs: Iterable[Need]) -> Need | None:
+def by_decode_score(needs: Iterable[Need]) -> list[Need]:
+    """The best first, whether it has room or not."""
+
     def score(need: Need) -> tuple[float, int, str]:
         book, free = need.book, need.book.blocks.free
         evicted = need.fresh - free if need.fresh > free else 0
         return need.fresh + EVICTION * evicted + SEQUENCE * len(book.leases), -free, book.info.id
 
-    return _first_with_room(ask, sorted(needs, key=score))
+    return sorted(needs, key=score)
 
 
-def best_prefill(ask: Ask, needs: Sequence[Need], config: KvConfig) -> Need | None:
-    """One that has been given few enough tokens, and has room."""
-    speed = speed_of([need.book for need in needs])
+def by_prefill_score(needs: Iterable[Need], speed: float) -> list[Need]:
+    """The best first, whether it has room or not. `speed` of those that have not measured."""
 
     def score(need: Need) -> tuple[float, int, str]:
         return prefill_seconds(need, speed), -need.book.blocks.free, need.book.info.id
 
-    ready = [need for need in needs if not need.book.queued or prefill_seconds(need, speed) <= config.prefill_queue_s]
-    return _first_with_room(ask, sorted(ready, key=score))
+    return sorted(needs, key=score)
+
+
+def best_decode(ask: Ask, needs: Iterable[Need]) -> Need | None:
+    return _first_with_room(ask, by_decode_score(needs))
+
+
+def best_prefill(ask: Ask, needs: Iterable[Need], config: KvConfig, speed: float) -> Need | None:
+    """One that has been given few enough tokens, and has room."""
+    ready = (need for need in needs if not need.book.queued or prefill_seconds(need, speed) <= config.prefill_queue_s)
+    return _first_with_room(ask, by_prefill_score(ready, speed))
 
 
 def prefill_seconds(need: Need, speed: float) -> float:
@@ -148,4 +158,8 @@ def speed_of(books: Sequence[Book]) -> float:
 
 
 def _first_with_room(ask: Ask, needs: Iterable[Need]) -> Need | None:
-    return next((n for n in needs if n.book.has_room(n.leases, n.fresh, n.shared(ask))), None)
+    """Which blocks are shared is looked up last: a history may have thousands."""
+    return next(
+        (n for n in needs if n.book.has_room(n.leases, n.fresh, ()) and n.book.blocks.has_room(n.fresh, n.shared(ask))),
+        None,
+    )

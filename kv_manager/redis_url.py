@@ -7,7 +7,7 @@ configuration can be read without its client.
 
 from __future__ import annotations
 
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 FORMS = "redis://[:PASSWORD@]HOST[:PORT][/DATABASE], rediss://… for TLS, or unix:///SOCKET[?db=DATABASE]"
 
@@ -33,6 +33,8 @@ def shown(url: str) -> str:
 
 def _mistake(parts: SplitResult, port: int | None) -> str | None:
     database = parts.path.removeprefix("/")
+    if ours := {"decode_responses", "protocol"} & parse_qs(parts.query).keys():
+        return f"its option {min(ours)} is not yours to choose"
     match parts.scheme:
         case "redis" | "rediss":
             if not parts.hostname:

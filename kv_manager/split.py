@@ -1,9 +1,13 @@
 """Whether a request's prompt is computed on a prefill replica or by the decode replica itself. Pure.
 
 What the decode replica computes makes its other sequences wait, step by step. So it takes only what is short, and only
-if that is done before a prefill replica could even begin and hand over:
+if that is done before a prefill replica would come to it and hand it over:
 
-    tokens that decode lacks / its speed  <=  seconds queued at the prefill replica + seconds that a hand-over adds
+    tokens that decode lacks / its speed
+        <=  seconds queued at the prefill replica + seconds that a hand-over adds
+            + tokens that prefill lacks beyond those / its speed
+
+The last line counts where decode has more of the history: answers are cached there alone.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ REASONS: dict[Reason, str] = {
     "never": "local: kv.split says so",
     "no_prefill": "local: no prefill replica can take it",
     "long": "split: the decode replica lacks more than kv.local_blocks blocks",
-    "short": "local: done before a prefill replica would begin",
+    "short": "local: done before a prefill replica would come to it",
     "quick": "split: short, but a prefill replica is quicker",
 }
 
@@ -48,5 +52,6 @@ def choose(config: KvConfig, decode: Need, prefill: Need | None, *, able: bool, 
     local = decode.tokens / (decode.book.speeds.prefill or speed)
     if prefill is None:
         return Choice(True, "short")
-    queue = prefill.book.queued / (prefill.book.speeds.prefill or speed)
-    return Choice(True, "short") if local <= queue + decode.book.speeds.transfer else Choice(False, "quick")
+    before = prefill.book.queued + max(0, prefill.tokens - decode.tokens)  # tokens, until it comes to what decode lacks
+    there = before / (prefill.book.speeds.prefill or speed) + decode.book.speeds.transfer
+    return Choice(True, "short") if local <= there else Choice(False, "quick")

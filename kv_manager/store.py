@@ -148,6 +148,7 @@ class MemoryStore:
         return self._newest
 
     async def bury(self, request: RequestId, seconds: float) -> None:
+        await self.buried()  # which forgets those that are over
         self._until[request] = self._clock() + seconds
 
     async def buried(self) -> dict[RequestId, float]:

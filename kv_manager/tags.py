@@ -121,11 +121,12 @@ class BlockTags:
             self._check_own(own, lease)
             self._enter(lease, own)
 
-    def fill(self, generation: Generation, keys: Sequence[Key]) -> None:
-        """The first blocks of a lease, as many as there are keys, are whole from now on. Nothing, if it is closed."""
+    def fill(self, generation: Generation, keys: Sequence[Key], first: int = 0) -> None:
+        """The blocks of a lease from its `first` one on, as many as there are keys, are whole from now on. Nothing, if
+        it is closed."""
         with self._lock:
             if lease := self._leases.get(generation):
-                for block, key in zip(lease.blocks, keys, strict=False):
+                for block, key in zip(lease.blocks[first : first + len(keys)], keys, strict=True):
                     if self._keys[block] is None:
                         self._set_key(block, key)
 

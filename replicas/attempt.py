@@ -37,12 +37,14 @@ class Choice:
     number: int  # in its deltas
     lease: Lease
     keys: KeyChain  # of its history, which grows
+    filled: int = 0  # leading blocks that have their keys, shared ones included
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # clear while the engine has its blocks
     revoked: bool = False
     ended: bool = False  # its last delta has been made
 
     def __post_init__(self) -> None:
         self.gone.set()
+        self.filled = self.lease.cached
 
     @property
     def generation(self) -> Generation:
@@ -74,7 +76,6 @@ class Attempt:
         self.events: asyncio.Queue[tuple[Choice, Event]] = asyncio.Queue()
         self.pull: Pull | None = None
         self.pulled: asyncio.Future[Commit] | None = None
-        self.filled = False  # the prompt's full blocks have their keys
         self.forked = False  # each choice goes its own way
         self._block_size = block_size
         self._began = time.monotonic()

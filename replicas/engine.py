@@ -31,6 +31,7 @@ from .sequence import Abort, Add, Closed, Command, Event
 logger = logging.getLogger(__name__)
 
 ENDED = "the engine has ended"
+MEASURED = 4  # a step with so small a part of what it could hold tells nothing about the speed of long prompts
 
 
 class Engine:
@@ -40,7 +41,7 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.broken = False  # the device computes nothing more for this process: there is no next step
-        self.prefill_speed = Rate()  # prompt tokens, by the time of the steps that they were in
+        self.prefill_speed = Rate()  # prompt tokens, by the time of the steps that had many of them
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def submit(self, command: Command) -> None:
@@ -70,7 +71,8 @@ class Engine:
         outcome = self._tried(step)
         if isinstance(outcome, Outcome):
             now = time.monotonic()
-            if prompts := sum(c.count for c in step.chunks if not c.sequence.first_sampled):
+            prompts = sum(c.count for c in step.chunks if not c.sequence.first_sampled)
+            if prompts * MEASURED >= self.scheduler.max_batched_tokens:
                 self.prefill_speed.add(prompts, now - began)
             yield self.scheduler.record(step, outcome, now)
             return

@@ -30,6 +30,7 @@ class Job:
         self._keys = keys
         self._close = close
         self._closed: Closed | None = None
+        self._filled = lease.cached  # leading blocks that have their keys
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: cancelled
         if lease.cached:  # those blocks can be sent at once
             self.events.put(Computed(lease.generation, lease.cached * core.geometry.block_size))
@@ -72,7 +73,9 @@ class Job:
         self.events.put(None)
 
     def _fill(self, computed: int) -> None:
-        self._core.tags.fill(self._lease.generation, self._keys.upto(computed))
+        keys = self._keys.upto(computed, self._filled)
+        self._core.tags.fill(self._lease.generation, keys, self._filled)
+        self._filled += len(keys)
 
 
 class Jobs:

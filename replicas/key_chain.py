@@ -24,9 +24,9 @@ class KeyChain:
         if len(self._rest) == self._block_size:
             self._take_in()
 
-    def upto(self, positions: int) -> Sequence[Key]:
-        """Of the blocks that the first `positions` tokens fill."""
-        return self._keys[: positions // self._block_size]
+    def upto(self, positions: int, first: int = 0) -> Sequence[Key]:
+        """Of the blocks that the first `positions` tokens fill, from the `first` block on."""
+        return self._keys[first : positions // self._block_size]
 
     def fork(self) -> KeyChain:
         """A chain of its own that begins with the same tokens."""

@@ -166,8 +166,7 @@ class Streams:
             raise blamed(error, source.replica) from error
         attempt.pulled = None  # it has ended, and would keep the commit as long as the answer lasts
         self._core.transfer.add(attempt.pulled_prompt(commit))
-        attempt.filled = True
-        self._core.tags.fill(first.generation, first.keys.upto(len(request.history)))
+        self._fill(first, len(request.history))
         return commit.logits
 
     def _sample(self, attempt: Attempt, logits: bytes | None) -> None:
@@ -205,19 +204,16 @@ class Streams:
         self._core.submit(add)
 
     def _take(self, events: list[Event]) -> None:
-        tags = self._core.tags
         for event in events:
             attempt, choice = self._open[event.generation]
             match event:
-                case Computed(generation, tokens):
-                    tags.fill(generation, choice.keys.upto(tokens))
-                case Sampled(generation, token):
-                    if not attempt.filled:
-                        attempt.filled = True
-                        tags.fill(generation, choice.keys.upto(len(attempt.request.history)))
+                case Computed(_, tokens):
+                    self._fill(choice, tokens)
+                case Sampled(_, token):
+                    self._fill(choice, len(attempt.request.history))
                     choice.keys.append(token)
-                case Closed(generation, reason, computed=computed):  # the last event of every sequence
-                    tags.fill(generation, choice.keys.upto(computed))
+                case Closed(_, reason, computed=computed):  # the last event of every sequence
+                    self._fill(choice, computed)
                     choice.gone.set()
                     if attempt.forked and reason == "finished":
                         self._close(choice)
@@ -225,6 +221,12 @@ class Streams:
                         self._spawn(self._settle(choice))
             attempt.events.put_nowait((choice, event))
         self._stepped()
+
+    def _fill(self, choice: Choice, positions: int) -> None:
+        """So many positions are complete: the blocks that they fill may be cached."""
+        keys = choice.keys.upto(positions, choice.filled)
+        self._core.tags.fill(choice.generation, keys, choice.filled)
+        choice.filled += len(keys)
 
     def _stop_prompt(self, attempt: Attempt) -> None:
         if attempt.pull is not None:

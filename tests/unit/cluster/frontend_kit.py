@@ -43,7 +43,7 @@ class Manager:
         self.admit = SimpleNamespace(remote=self._admit)
         self.confirm = SimpleNamespace(remote=self._confirm)
         self.cancel = SimpleNamespace(remote=self._cancel)
-        self.revoke = SimpleNamespace(remote=lambda *args: self.calls.append(("revoke", *args)))
+        self.revoke = SimpleNamespace(remote=self._revoke)
         self.report_state = SimpleNamespace(remote=lambda *args: self.calls.append(("report_state", *args)))
 
     async def _admit(self, ask: Ask) -> Placement:
@@ -63,6 +63,9 @@ class Manager:
         if isinstance(self.geometries, Exception):
             raise self.geometries
         return self.geometries
+
+    def _revoke(self, request: RequestId, known: bool = False) -> None:
+        self.calls.append(("revoke", request, "known") if known else ("revoke", request))
 
     async def _cancel(self, request: RequestId) -> None:
         self.calls.append(("cancel", request))

@@ -301,7 +301,7 @@ def test_status_as_a_table_and_as_json(
     lines = table.splitlines()
     assert "cache: 100 of 400 tokens (25.0%) were there when they were asked for, 7 blocks evicted" in lines
     assert "long: 12 requests, split: the decode replica lacks more than kv.local_blocks blocks" in lines
-    assert "short: 1 request, local: done before a prefill replica would begin" in lines
+    assert "short: 1 request, local: done before a prefill replica would come to it" in lines
     assert cli.main(["status", "--address", http_address, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == STATUS
 

@@ -102,7 +102,7 @@ def test_three_attempts_without_a_token_are_an_error_and_the_request_is_given_up
     manager = Manager()
     with pytest.raises(Unavailable, match=r"3 attempts.*block 3 went elsewhere"):
         collect(manager, Decode([STALE], [STALE], [STALE]))
-    assert manager.calls == [("revoke", "r")]
+    assert manager.calls == [("revoke", "r", "known")]
 
 
 def test_prefill_replicas_do_not_answer_for_lost_decode_replicas():
@@ -121,7 +121,7 @@ def test_what_admission_refuses_is_refused(error):
     manager = Manager(error)
     with pytest.raises(type(error)):
         collect(manager, Decode())
-    assert manager.calls == [("revoke", "r")]
+    assert manager.calls == [("revoke", "r", "known")]
 
 
 def test_a_request_cancelled_elsewhere_ends_where_it_would_be_placed_again():
@@ -219,7 +219,7 @@ def test_a_request_cancelled_by_its_id_ends_at_once(where):
             with pytest.raises(Revoked, match="request r was cancelled"):
                 await waiting
         assert manager.calls.count(("cancel", "r")) == 2
-        assert ("revoke", "r") in manager.calls
+        assert ("revoke", "r", "known") in manager.calls
         assert decode.cancelled == (where != "admission")
 
     asyncio.run(run())

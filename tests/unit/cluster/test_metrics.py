@@ -27,7 +27,7 @@ def state() -> dict[str, Any]:
     ledger.register(ReplicaInfo(ReplicaId("d"), "decode", GEOMETRY, 8), BlockTags(ReplicaId("d"), 8).report(0), 0)
     for name, tokens in (("a", 11), ("b", 28), ("c", 28), ("d", 28)):
         queue.push(Ask(RequestId(name), tokens, tokens + 1, 0.0, tenant=name), 0)
-        queue.pump(lambda ask: ledger.admit(ask, 0), 0)
+        queue.pump(lambda ask, kept: ledger.admit(ask, 0, kept), 0)
     return {
         **snapshot(ledger),
         "waiting": len(queue),

@@ -55,9 +55,10 @@ def test_a_manager_that_is_dead_is_asked_again(monkeypatch, caplog):
     async def run() -> None:
         manager = Manager(geometries=ActorDiedError())
         requests = OpenRequests(manager)
-        assert await requests.geometries() == ()
-        while len(manager.confirmed) < 3:
-            await asyncio.sleep(0)
+        with requests.opened(RequestId("a")):
+            assert await requests.geometries() == ()
+            while len(manager.confirmed) < 3:
+                await asyncio.sleep(0)
         manager.geometries = (GEOMETRY,)
         while not await requests.geometries():
             await asyncio.sleep(0)
@@ -92,4 +93,16 @@ def test_a_stream_that_times_out_by_itself_is_not_cancelled():
         with pytest.raises(TimeoutError, match="of the stream's own"):
             await Open(RequestId("r")).next(stream())
 
+    asyncio.run(run())
+
+
+def test_requests_are_confirmed_also_where_nobody_asks_for_geometries(monkeypatch):
+    async def run() -> None:
+        manager = Manager()
+        with OpenRequests(manager).opened(RequestId("a")):
+            while len(manager.confirmed) < 2:
+                await asyncio.sleep(0)
+        assert manager.confirmed[0] == ("a",)
+
+    monkeypatch.setattr(open_requests, "CONFIRM_S", 0.0)
     asyncio.run(run())

@@ -7,6 +7,7 @@ events; `test_ledger_machine.py` has the rules.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import ClassVar
 
 from cell_messages import Answered, Asked, CalledDead, Confirmed, GivenUp, Message, Opened, Registered
@@ -108,10 +109,16 @@ class SimulatedCell:
         self.seen["waits"] += request in self.waiting
 
     def pump(self, *, changed: bool = True) -> None:
-        self.settle(self.queue.pump(self.place, self.now, models=self.models(), changed=changed))
+        self.settle(
+            self.queue.pump(
+                self.place, self.now, waits_for=self.ledger.waits_for, models=self.models(), changed=changed
+            )
+        )
 
-    def place(self, ask: Ask) -> Placement | None:
-        return self.ledger.admit(ask, self.now)
+    def place(self, ask: Ask, kept: Collection[ReplicaId]) -> Placement | None:
+        placement = self.ledger.admit(ask, self.now, kept)
+        assert placement is None or not {lease.replica for lease in placement.leases} & set(kept)
+        return placement
 
     def models(self) -> set[str]:
         return {book.model for book in self.ledger.books() if book.info.role == "decode" and book.state == "alive"}

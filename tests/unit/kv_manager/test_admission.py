@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -18,16 +18,16 @@ def ask(name: str, arrival: float = 0.0, tenant: str = "", *, tokens: int = 4, m
     return Ask(RequestId(name), tokens, 8, arrival, tenant=tenant, model=model)
 
 
-def place(ask: Ask) -> Placement:
+def place(ask: Ask, kept: Collection[ReplicaId] = ()) -> Placement:
     return Placement(ask.request, Lease(ReplicaId("d"), Generation(1, 1), ()))
 
 
-def nothing(ask: Ask) -> None:
+def nothing(ask: Ask, kept: Collection[ReplicaId]) -> None:
     return None
 
 
-def only(*fitting: str) -> Callable[[Ask], Placement | None]:
-    return lambda ask: place(ask) if ask.request in fitting else None
+def only(*fitting: str) -> Callable[[Ask, Collection[ReplicaId]], Placement | None]:
+    return lambda ask, kept: place(ask) if ask.request in fitting else None
 
 
 def names(outcomes: list[Outcome]) -> list[str]:
@@ -65,7 +65,7 @@ def test_tenants_take_turns_from_one_pump_to_the_next(queue: AdmissionQueue) -> 
 
 
 def test_an_error_belongs_to_its_request_alone(queue: AdmissionQueue) -> None:
-    def picky(ask: Ask) -> Placement:
+    def picky(ask: Ask, kept: Collection[ReplicaId]) -> Placement:
         if ask.request == "huge":
             raise DoesNotFit("too long")
         return place(ask)
@@ -114,7 +114,7 @@ def test_another_head_does_not_reopen_the_way_past_one_whose_while_is_over(queue
 
 def test_only_a_few_are_tried_behind_the_head(long_queue: AdmissionQueue) -> None:
     tried: list[str] = []
-    long_queue.pump(lambda ask: tried.append(ask.request), 0)
+    long_queue.pump(lambda ask, kept: tried.append(ask.request), 0)
     assert tried == ["large", *(f"r{i}" for i in range(MOST_PASSING))]
     assert names(long_queue.pump(only(*(f"r{i}" for i in range(20))), 0)) == [f"r{i}" for i in range(MOST_PASSING)]
 
@@ -122,7 +122,7 @@ def test_only_a_few_are_tried_behind_the_head(long_queue: AdmissionQueue) -> Non
 def test_who_does_not_fit_is_not_tried_again_until_something_changes(queue: AdmissionQueue) -> None:
     tried: list[str] = []
 
-    def note(ask: Ask) -> None:
+    def note(ask: Ask, kept: Collection[ReplicaId]) -> None:
         tried.append(ask.request)
 
     queue.push(ask("a", 1), 0)
@@ -249,3 +249,29 @@ def test_the_snapshot_counts(queue: AdmissionQueue) -> None:
         "admitted": 1,
         "refused": {"Revoked": 1},
     }
+
+
+def test_what_the_head_waits_for_is_kept_and_everything_else_goes_on(queue: AdmissionQueue) -> None:
+    queue.push(ask("large", 0), 0)
+    seen: dict[str, set[str]] = {}
+
+    def note(ask: Ask, kept: Collection[ReplicaId]) -> Placement | None:
+        seen[ask.request] = set(kept)
+        return None if ask.request == "large" else place(ask)
+
+    assert queue.pump(note, 0, waits_for=lambda ask: ReplicaId("d")) == []
+    queue.push(ask("early", 1), 1)
+    assert names(queue.pump(note, 1, waits_for=lambda ask: ReplicaId("d"))) == ["early"]
+    queue.push(ask("late", 2), 2)
+    assert names(queue.pump(note, 2, waits_for=lambda ask: ReplicaId("d"))) == ["late"]
+    assert seen == {"large": set(), "early": set(), "late": {"d"}}
+
+
+def test_whose_answer_has_begun_has_no_deadline_while_its_model_is_served(queue: AdmissionQueue) -> None:
+    queue.push(ask("new"), 0)
+    queue.push(ask("resumed", model="m"), 0)
+    queue.push(ask("r#1"), 0)
+    assert names(queue.expire(60, models={"m"})) == ["new"]
+    ((request, error), *_) = queue.expire(61, models=())
+    assert request == "resumed"
+    assert isinstance(error, Unavailable)

@@ -3,6 +3,7 @@ or refused once, and who may pass whom, the bound and the order are kept on the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ class Cell:
     waiting: dict[RequestId, Ask] = field(default_factory=dict)
     blocked: dict[RequestId, float] = field(default_factory=dict)  # heads, since when
 
-    def place(self, ask: Ask) -> Placement | None:
+    def place(self, ask: Ask, kept: Collection[ReplicaId] = ()) -> Placement | None:
         if ask.tokens > self.free:
             return None
         self.free -= ask.tokens

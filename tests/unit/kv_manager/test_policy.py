@@ -40,7 +40,7 @@ class Pool:
 
     def prefill(self, ask: Ask, books: Sequence[Book]) -> str | None:
         depths = self._index.match(ask.keys.get("m", ()))
-        need = policy.best_prefill(ask, policy.prefill_needs(ask, books, {"m": depths}), CONFIG)
+        need = policy.best_prefill(ask, policy.prefill_needs(ask, books, {"m": depths}), CONFIG, policy.speed_of(books))
         return need and need.book.info.id
 
 

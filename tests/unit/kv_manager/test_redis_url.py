@@ -29,6 +29,7 @@ def test_the_forms_are_taken_and_shown_without_secrets(url: str, seen: str) -> N
     ("url", "says"),
     [
         ("", "begins with none of"),
+        ("redis://:s3cret@localhost?decode_responses=True", "its option decode_responses is not yours to choose"),
         ("s3cret", "begins with none of"),
         ("localhost:6379", "begins with none of"),
         ("http://:s3cret@localhost", "begins with none of redis://, rediss:// and unix://"),

@@ -60,13 +60,20 @@ def test_what_is_short_does_not_wait() -> None:
         (5, 10, 0.0, "short"),
     ],
 )
-def test_what_is_short_stays_if_it_is_done_before_a_prefill_replica_begins(
+def test_what_is_short_stays_if_it_is_done_before_a_prefill_replica_comes_to_it(
     tokens: int, queued: int, transfer: float, reason: str
 ) -> None:
     """The time it takes there is not compared: what decode computes makes its other sequences wait."""
     decode = need("decode", tokens, Speeds(prefill=100, transfer=transfer))
-    prefill = need("prefill", 1000, Speeds(prefill=200), queued)
+    prefill = need("prefill", tokens, Speeds(prefill=200), queued)
     assert choose(decode, prefill) == Choice(reason == "short", reason)  # type: ignore[arg-type]
+
+
+def test_what_decode_alone_has_counts_as_a_wait_for_prefill() -> None:
+    """As in the next turn of a conversation: its answers are cached at decode."""
+    decode = need("decode", 10, Speeds(prefill=100))
+    assert choose(decode, need("prefill", 29, Speeds(prefill=200))) == Choice(False, "quick")  # 19 tokens in 0.095 s
+    assert choose(decode, need("prefill", 30, Speeds(prefill=200))) == Choice(True, "short")
 
 
 def test_who_has_not_measured_is_taken_for_the_mean() -> None:

@@ -169,8 +169,14 @@ def test_fill_takes_as_many_as_there_are_keys_and_blocks(tags: BlockTags) -> Non
     tags.open(lease(2, 4, 5))
     tags.fill(generation(2), (C,))
     assert keys(tags, 4, 5) == [C, None]
-    tags.fill(generation(2), (C, D, A))
+    tags.fill(generation(2), (C, D))
     assert keys(tags, 4, 5) == [C, D]
+
+
+def test_fill_goes_on_from_any_block(tags: BlockTags) -> None:
+    tags.open(lease(2, 4, 5))
+    tags.fill(generation(2), (D,), 1)
+    assert keys(tags, 4, 5) == [None, D]
 
 
 def test_what_is_closed_is_not_filled(tags: BlockTags) -> None:

@@ -140,8 +140,10 @@ def test_a_copy_that_ends_the_device_ends_all():
     assert (it.broken, runner.tried, len(events)) == (True, 0, 3)
 
 
-def test_the_speed_of_prompts_is_measured_in_steps_that_have_some():
+def test_the_speed_of_prompts_is_measured_in_steps_that_have_many():
     it, _ = engine()
+    it.submit(add(2, (3, 4), most=1))
+    it.step()
     assert it.prefill_speed.value == 0
     it.submit(add(1, tuple(range(20)), most=5))
     it.step()

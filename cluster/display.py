@@ -74,6 +74,8 @@ def print_status(status: dict[str, Any]) -> None:
         table.add_row(*(str(replica[name]) for name in words + counts))
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)  # in a pipe nothing is cut off
     console.print(table)
+    if not status["store"]["answers"]:
+        console.print(f"Redis is away: {status['store']['where']}; serving goes on, a cancel is not kept for a restart")
     cache = status["cache"]
     share = cache["hit_tokens"] / max(1, cache["asked_tokens"])
     console.print(

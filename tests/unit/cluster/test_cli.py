@@ -257,6 +257,7 @@ def test_a_failure_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 STATUS = {
     "model": "tiny",
+    "store": {"where": "redis://here:6379", "answers": False},
     "waiting": 3,
     "epoch": 1,
     "splits": {"short": 1, "long": 12},
@@ -300,6 +301,7 @@ def test_status_as_a_table_and_as_json(
     assert all(text in table for text in ("prefill-1", "127.0.0.1:7001", "16"))
     lines = table.splitlines()
     assert "cache: 100 of 400 tokens (25.0%) were there when they were asked for, 7 blocks evicted" in lines
+    assert "Redis is away: redis://here:6379; serving goes on, a cancel is not kept for a restart" in lines
     assert "long: 12 requests, split: the decode replica lacks more than kv.local_blocks blocks" in lines
     assert "short: 1 request, local: done before a prefill replica would come to it" in lines
     assert cli.main(["status", "--address", http_address, "--json"]) == 0

@@ -161,8 +161,14 @@ def test_revoke_ends_waiting_and_comes_before_admit(manager: Any) -> None:
     manager.revoke.remote(RequestId("a"))
     with pytest.raises(Revoked):
         ray.get(call, timeout=2)
-    with pytest.raises(Revoked):
-        ray.get(manager.admit.remote(ask("a")), timeout=2)
+    again = manager.admit.remote(ask("a"))  # it was known, so its name may be used again
+    waiting(manager, 1)
+    manager.revoke.remote(RequestId("a"))
+    with pytest.raises(Revoked, match="no longer waits"):
+        ray.get(again, timeout=2)
+    manager.revoke.remote(RequestId("b"))
+    with pytest.raises(Revoked, match="was cancelled"):
+        ray.get(manager.admit.remote(ask("b")), timeout=2)
 
 
 def test_cancel_ends_waiting_by_family(manager: Any) -> None:

@@ -265,7 +265,7 @@ class TestCell(Cell.TestCase):  # type: ignore[misc]
 
 
 TestCell.settings = settings(
-    max_examples=200 + fuzz_steps // STEPS,
+    max_examples=100 + fuzz_steps // STEPS,
     stateful_step_count=STEPS,
     deadline=None,
     database=None,

@@ -29,7 +29,8 @@ demo: .venv/.installed $(NATIVE)
 
 test: unit
 	$(IN_PARALLEL) tests/interpreted
-	$(BIN)/pytest tests/native tests/packaging tests/cluster
+	$(IN_PARALLEL) tests/native tests/packaging
+	$(BIN)/pytest tests/cluster
 
 unit: dev $(NATIVE)
 	$(UNIT)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Is the ledger fast enough for a cell, and does it find what is cached? Alone: no Ray, no model, one process.
 
     python -P benchmarks/ledger.py [--replicas 64] [--blocks 10000] [--trace mooncake_conversation.jsonl.gz]
@@ -7,8 +6,7 @@ A cell of prefill and decode replicas, half of each, all blocks of all caches fu
 tokens come at a steady rate; some begin with one of a few system prompts, some go on from a conversation. Each is
 admitted, opened in the replicas' own tags, computed there at once as far as tags go, listed by heartbeats once a
 second, and released after a while; so every admission forgets as many blocks as it writes. Only the ledger's own calls
-are timed, in CPU time. Bars: 2,000 admissions a second, 99 of 100 within 1 ms. Beside it stands what one process
-sustains with their releases and heartbeats.
+are timed, in CPU time. Bars: 2,000 admissions a second, 99 of 100 within 1 ms; beside them, all calls together.
 
 The trace (Mooncake's conversation, `hash_ids` of blocks of 512 tokens) is divided by 32, which keeps all its sharing:
 a hash id is 16 tokens drawn from it, hence one block. One replica with a cache for all of it serves the requests in
@@ -198,7 +196,7 @@ def load(replicas: int, blocks: int, admissions: int) -> dict[str, Any]:
         "blocks": blocks,
         "admissions": placed,
         "not_now": cell.not_now,
-        "admits_per_second": placed / sum(calls["admit"]),
+        "admits": placed / sum(calls["admit"]),
         "per_second": placed / spent,
         "hit": (cell.ledger.hit_tokens - hit) / (cell.ledger.asked_tokens - asked),
         "evicted": (cell.ledger.evicted - evicted) / placed,
@@ -296,18 +294,17 @@ def replay(path: Path) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    cell, memory = results["cell"], results["memory"]
+    cell, memory, p99 = results["cell"], results["memory"], results["cell"]["seconds"]["admit"]["p99"]
     table = measure.table(f"{cell['replicas']} replicas of {cell['blocks']} blocks", ["call"], COLUMNS)
     for name, seconds in sorted(cell["seconds"].items()):
         row = (f"{seconds[key] * 1e6:.0f}" for key in ("median", "p99", "most"))
         table.add_row(name, str(seconds["n"]), *row)
-    p99 = cell["seconds"]["admit"]["p99"]
     measure.show(
         table,
         f"{cell['admissions']} admissions of {TOKENS} tokens in blocks of {SIZE}, {cell['not_now']} not now; hits "
         f"{cell['hit']:.1%} of tokens, {cell['evicted']:.0f} blocks forgotten for each",
-        f"admissions a second: {cell['admits_per_second']:.0f}; "
-        + measure.verdict(cell["admits_per_second"] >= ADMISSIONS_BAR, f"bar {ADMISSIONS_BAR}")
+        f"admissions a second: {cell['admits']:.0f}; "
+        + measure.verdict(cell["admits"] >= ADMISSIONS_BAR, f"bar {ADMISSIONS_BAR}")
         + f"; with their releases and heartbeats: {cell['per_second']:.0f}",
         f"p99 of admit: {p99 * 1e3:.2f} ms; " + measure.verdict(p99 <= P99_BAR, f"bar {P99_BAR * 1e3:g} ms"),
         f"keys of a prompt of {TOKENS} tokens: {results['hashing'] * 1e6:.0f} µs",

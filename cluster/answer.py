@@ -57,13 +57,20 @@ async def answer(query: Query, served: Served, frontend: Frontend) -> AsyncGener
     account = Account()
     chat = isinstance(query.prompt, Chat)
     resolved = await in_thread(chat, lambda: resolve(query, served, lambda: secrets.randbits(63)))
-    prompt, sampling, stops, prompt_logprobs, n, salt, tenant, priority = resolved
-    arrival = time.time()
     request = Request(
-        query.id, prompt, sampling, arrival, (), prompt_logprobs, n=n, salt=salt, tenant=tenant, priority=priority
+        query.id,
+        resolved.prompt,
+        resolved.sampling,
+        arrival=time.time(),
+        prompt_logprobs=resolved.prompt_logprobs,
+        n=resolved.n,
+        salt=resolved.salt,
+        tenant=resolved.tenant,
+        priority=resolved.priority,
     )
     choices = Choices(request)
-    texts = [Detokenizer(served.tokenizer, stops, sampling.min_tokens) for _ in range(n)]
+    least = resolved.sampling.min_tokens
+    texts = [Detokenizer(served.tokenizer, resolved.stops, least) for _ in range(resolved.n)]
     count = 0
     async with aclosing(frontend.generate(choices, account)) as stream:
         async for delta in stream:

@@ -131,7 +131,7 @@ class AdmissionQueue:
         waiting = self._waiting.values()
         return {
             "tenants": dict(Counter(w.ask.tenant for w in waiting)),
-            "with_tokens": sum(w.has_tokens for w in waiting),
+            "with_tokens": sum(w.ask.resumed for w in waiting),
             "oldest_s": max((now - w.since for w in waiting), default=0.0),
             "admitted": self._admitted,
             "refused": dict(self._refused),
@@ -178,7 +178,7 @@ def _overloaded(why: str, retry_after: float) -> Overloaded:
 
 def _begun(waiting: Waiting) -> bool:
     """Whether somebody is reading its answer: it has tokens, or is one of several that began together."""
-    return waiting.has_tokens or family(waiting.ask.request) != waiting.ask.request
+    return waiting.ask.resumed or family(waiting.ask.request) != waiting.ask.request
 
 
 def _served(waiting: Waiting, models: Collection[str] | None) -> bool:

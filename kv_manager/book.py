@@ -82,9 +82,9 @@ class Book:
         """Takes new work."""
         return not (self.draining or self.shunned_until)
 
-    def has_room(self, leases: int, fresh: int, shared: Sequence[BlockId]) -> bool:
-        """For so many leases, which read `shared` and write `fresh` blocks."""
-        return len(self.leases) + leases <= self.info.max_sequences and self.blocks.has_room(fresh, shared)
+    def has_room(self, leases: int, fresh: int = 0) -> bool:
+        """For so many leases, which write `fresh` blocks; what they read has to be looked at besides."""
+        return len(self.leases) + leases <= self.info.max_sequences and self.blocks.has_room(fresh, ())
 
     # -- leases
 

@@ -35,14 +35,12 @@ class Waiting:
     blocked: float | None = None  # when it was first in order and did not fit, for the first time
     tried: int = -1  # the last state of the cell in which it did not fit
     cost: int = field(init=False)
-    has_tokens: bool = field(init=False)
     rank: tuple[int, bool] = field(init=False)
     age: tuple[float, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.cost = max(1, self.ask.tokens * self.ask.n)
-        self.has_tokens = self.ask.model is not None
-        self.rank = (self.ask.priority, not self.has_tokens)
+        self.rank = (self.ask.priority, not self.ask.resumed)
         self.age = (self.ask.arrival, self.number)
 
 

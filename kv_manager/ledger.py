@@ -76,7 +76,7 @@ class Ledger:
         """
         self.check(ask, now)
         self._revoke(ask.request)
-        decodes = [b for b in self._able_decodes(ask) if b.info.id not in kept and b.has_room(ask.n, 0, ())]
+        decodes = [b for b in self._able_decodes(ask) if b.info.id not in kept and b.has_room(ask.n)]
         if not decodes:
             return None
         depths = self._depths(ask)

@@ -74,7 +74,7 @@ def sizes(tokens: int, most_tokens: int, n: int, resumed: bool, block_size: int)
 
 
 def sizes_of(ask: Ask, block_size: int) -> Sizes:
-    return sizes(ask.tokens, ask.most_tokens, ask.n, ask.model is not None, block_size)
+    return sizes(ask.tokens, ask.most_tokens, ask.n, ask.resumed, block_size)
 
 
 def able_decodes(ask: Ask, decodes: Iterable[Book]) -> list[Book]:
@@ -147,8 +147,13 @@ def best_prefill(ask: Ask, needs: Iterable[Need], config: KvConfig, speed: float
 
 
 def prefill_seconds(need: Need, speed: float) -> float:
-    """Until the replica has computed this prompt after all that it has been given; `speed` if it has not measured."""
-    return (need.book.queued + need.tokens) / (need.book.speeds.prefill or speed)
+    """Until the replica has computed this prompt after all that it has been given."""
+    return seconds(need.book, need.book.queued + need.tokens, speed)
+
+
+def seconds(book: Book, tokens: int, speed: float) -> float:
+    """What a replica takes to compute prompt tokens; at `speed` if it has not measured its own."""
+    return tokens / (book.speeds.prefill or speed)
 
 
 def speed_of(books: Sequence[Book]) -> float:
@@ -160,6 +165,6 @@ def speed_of(books: Sequence[Book]) -> float:
 def _first_with_room(ask: Ask, needs: Iterable[Need]) -> Need | None:
     """Which blocks are shared is looked up last: a history may have thousands."""
     return next(
-        (n for n in needs if n.book.has_room(n.leases, n.fresh, ()) and n.book.blocks.has_room(n.fresh, n.shared(ask))),
+        (n for n in needs if n.book.has_room(n.leases, n.fresh) and n.book.blocks.has_room(n.fresh, n.shared(ask))),
         None,
     )

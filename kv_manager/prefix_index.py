@@ -25,9 +25,6 @@ class Shelf:
     def __iter__(self) -> Iterator[Key]:
         return iter(self._blocks)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._blocks
-
     def add(self, key: Key, block: BlockId) -> bool:
         """Whether the key stands for this block now: not if it stands for another."""
         if self._blocks.setdefault(key, block) != block:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .config import KvConfig
-from .policy import Need
+from .policy import Need, seconds
 
 Reason = Literal["always", "never", "no_prefill", "long", "short", "quick"]
 
@@ -49,9 +49,9 @@ def choose(config: KvConfig, decode: Need, prefill: Need | None, *, able: bool, 
         return Choice(True, "no_prefill")
     if decode.tokens > config.local_blocks * decode.book.block_size:
         return Choice(False, "long")
-    local = decode.tokens / (decode.book.speeds.prefill or speed)
     if prefill is None:
         return Choice(True, "short")
+    local = seconds(decode.book, decode.tokens, speed)
     before = prefill.book.queued + max(0, prefill.tokens - decode.tokens)  # tokens, until it comes to what decode lacks
-    there = before / (prefill.book.speeds.prefill or speed) + decode.book.speeds.transfer
+    there = seconds(prefill.book, before, speed) + decode.book.speeds.transfer
     return Choice(True, "short") if local <= there else Choice(False, "quick")

@@ -60,7 +60,7 @@ class BlockTags:
 
     @property
     def beat(self) -> int:
-        """Reports so far: goes into the release of a placement that could not be opened."""
+        """Reports so far."""
         with self._lock:
             return self._beat
 

@@ -110,6 +110,11 @@ class Ask:
     tenant: str = ""
     priority: int = 0
 
+    @property
+    def resumed(self) -> bool:
+        """Whether its answer has begun, and goes on after another placement."""
+        return self.model is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:

@@ -18,5 +18,13 @@ def ledger() -> Iterator[Ledger]:
 
 
 @pytest.fixture
+def always() -> Iterator[Ledger]:
+    """One that leaves no prompt to decode."""
+    ledger = Ledger(1, CONFIG.model_copy(update={"split": "always"}))
+    yield ledger
+    ledger.check_integrity()
+
+
+@pytest.fixture
 def decode(ledger: Ledger) -> Side:
     return Side(ledger, info("d"))

@@ -192,7 +192,7 @@ def test_ranks_are_in_order_arrivals_of_a_tenant_too_and_the_last_is_last(
     for w in order:
         of_tenant[w.rank, w.ask.tenant].append(w.age)
     assert all(ages == sorted(ages) for ages in of_tenant.values())
-    new = [w for w in order if not w.has_tokens]
+    new = [w for w in order if not w.ask.resumed]
     assert line.order.last() is (new or order)[-1]
 
 

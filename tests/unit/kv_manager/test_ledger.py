@@ -18,12 +18,6 @@ from bifolio.protos.messages import (
     Report,
 )
 
-
-@pytest.fixture
-def always() -> Ledger:
-    return Ledger(1, CONFIG.model_copy(update={"split": "always"}))
-
-
 # -- registration
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from ledger_kit import CONFIG, Side, ask, info, placed
+from ledger_kit import Side, ask, info, placed
 
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.protos.errors import Revoked
 from bifolio.protos.messages import RequestId
-
-
-@pytest.fixture
-def always() -> Ledger:
-    return Ledger(1, CONFIG.model_copy(update={"split": "always"}))
 
 
 def test_what_others_wait_for_is_kept(ledger: Ledger) -> None:

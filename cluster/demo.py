@@ -47,7 +47,7 @@ def run() -> int:
 
 
 def _over_http(console: Console, cluster: SpawnedCluster, question: str) -> dict[str, Any]:
-    console.print("[bold]over HTTP[/] What is the capital of France?")
+    console.print(f"[bold]over HTTP[/] {question}")
     connection = cluster.connect()
     messages = [{"role": "user", "content": question}]
     body = {"model": MODEL, "messages": messages, "max_tokens": 40, "temperature": 0, "stream": True,

@@ -11,22 +11,25 @@ from typing import TYPE_CHECKING, Any
 from .config import ClusterConfig
 
 if TYPE_CHECKING:
-    from bifolio.replicas.core import ReplicaSpec
+    from bifolio.replicas.core import Listen, ReplicaSpec
 
 APPLICATION = "bifolio"
 MANAGER = "kv-manager"
 SERVICER = "bifolio.protos.inference_pb2_grpc.add_InferenceServicer_to_server"
 
-# Fresh large allocations page-fault at 1 GB/s: keep what was allocated once.
+# Fresh large allocations page-fault at 1 GB/s: keep what was allocated once; in one place, or each of gRPC's threads
+# keeps its own.
 MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
 
-def build(config: ClusterConfig, model: Path) -> Any:
-    """The Serve application: one ingress over the two pools."""
+def build(config: ClusterConfig, model: Path, listen: Listen = "loopback") -> Any:
+    """The Serve application: one ingress over the two pools. Where replicas are on several machines they have to
+    `listen` at their nodes' addresses: whoever is in that network can then speak to them, so `kv.tls` should be set."""
     from ray import serve
 
     from bifolio.replicas.decode import DecodeReplica
@@ -52,7 +55,7 @@ def build(config: ClusterConfig, model: Path) -> Any:
             **options,
         )
         share = config.pools.used[role].num_gpus or 1.0
-        return make(cls).bind(replica_spec(config, model, (MANAGER, APPLICATION), share))
+        return make(cls).bind(replica_spec(config, model, (MANAGER, APPLICATION), share, listen))
 
     router = {"request_router_class": "bifolio.cluster.router:PlacementRouter"}
     decode = pool("decode", DecodeReplica, request_router_config=router)
@@ -79,13 +82,19 @@ def actor_options(config: ClusterConfig, role: str) -> dict[str, Any]:
     return options
 
 
-def replica_spec(config: ClusterConfig, model: Path, manager: tuple[str, str], num_gpus: float = 1.0) -> ReplicaSpec:
+def replica_spec(
+    config: ClusterConfig,
+    model: Path,
+    manager: tuple[str, str],
+    num_gpus: float = 1.0,
+    listen: Listen = "loopback",
+) -> ReplicaSpec:
     """What a replica is told; `num_gpus` is its share of a GPU, where it has one. Imports torch."""
     from bifolio.replicas.core import ReplicaSpec
 
     assert config.model.dtype is not None, "the configuration is resolved"
     return ReplicaSpec(
-        model, config.model.dtype, config.model.quantization, config.engine, config.kv, manager, num_gpus
+        model, config.model.dtype, config.model.quantization, config.engine, config.kv, manager, num_gpus, listen
     )
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Answers:
@@ -61,19 +65,18 @@ class Answers:
 def print_status(status: dict[str, Any]) -> None:
     """The KV manager's snapshot: replicas as a table, and what the cell has done since the manager began."""
     from rich.console import Console
-    from rich.table import Table
 
     from bifolio.kv_manager.split import REASONS
 
-    table = Table(title=f"{status['model']}: {status['waiting']} waiting", title_justify="left")
     words = ("id", "role", "state", "address")
     counts = ("pid", "free", "cached", "leased", "total", "offered", "active", "held")
-    for name in words + counts:
-        table.add_column(name, justify="right" if name in counts else "left")
+    table = _table(f"{status['model']}: {status['waiting']} waiting", words, counts)
     for replica in status["replicas"]:
         table.add_row(*(str(replica[name]) for name in words + counts))
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)  # in a pipe nothing is cut off
     console.print(table)
+    if transfers := [replica for replica in status["replicas"] if _has_moved(replica["transfer"])]:
+        console.print(_transfers(transfers))
     if not status["store"]["answers"]:
         console.print(f"Redis is away: {status['store']['where']}; serving goes on, a cancel is not kept for a restart")
     cache = status["cache"]
@@ -85,3 +88,60 @@ def print_status(status: dict[str, Any]) -> None:
     for reason, why in REASONS.items():
         if count := status["splits"].get(reason):
             console.print(f"{reason}: {count} {'request' if count == 1 else 'requests'}, {why}")
+
+
+def _table(title: str, words: Sequence[str], counts: Sequence[str], more: Sequence[str] = ()) -> Table:
+    """Columns of words, then of counts, then of words again."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in (*words, *counts, *more):
+        table.add_column(name, justify="right" if name in counts else "left")
+    return table
+
+
+def _has_moved(transfer: Mapping[str, Any]) -> bool:
+    """Or tried to."""
+    return any(transfer[key] for key in ("streams", "done", "failed", "frames"))
+
+
+def _transfers(replicas: Iterable[Mapping[str, Any]]) -> Table:
+    """What each has moved since its process began."""
+    counts = ("moved", "frames", "in flight", "GB/s", "under way", "done")
+    table = _table("transfers", ("id",), counts, ("failed", "blocks were", "seconds of waiting"))
+    for replica in replicas:
+        transfer = replica["transfer"]
+        failed, ways, stalls = (_most_first(transfer[key]) for key in ("failed", "ways", "stalled_s"))
+        table.add_row(
+            replica["id"],
+            f"{'sent' if replica['role'] == 'prefill' else 'received'} {_human(transfer['bytes'])}",
+            f"{transfer['frames']:,}",
+            str(transfer["in_flight"]),
+            f"{transfer['bandwidth'] / 1e9:.2f}",
+            str(transfer["streams"]),
+            f"{transfer['done']:,}",
+            ", ".join(f"{count:,} {error}" for error, count in failed) or "0",
+            ", ".join(_way(way, count) for way, count in ways),
+            ", ".join(f"{what_for} {seconds:,.1f}" for what_for, seconds in stalls),
+        )
+    return table
+
+
+def _most_first(counts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _way(way: str, count: float) -> str:
+    """ "sent: hidden" -> "sent 3: the other process is hidden" """
+    from bifolio.kv_manager.traffic import WHY_NOT_COPIED
+
+    how, _, why = way.partition(": ")
+    return f"{how} {count:,}" + (f": {WHY_NOT_COPIED.get(why, why)}" if why else "")
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.2f} TB"

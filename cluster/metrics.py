@@ -1,12 +1,12 @@
 """A snapshot of the KV manager in Prometheus' text format. Translates, and knows only the snapshot's names.
 
-Of counters the manager keeps the sums: they begin again with it. Labels are replicas, roles and reasons, never tenants
-or requests, of which there is no end.
+Of counters the manager keeps the sums: they begin again with it. Those of transfers are each replica's own, and begin
+again with that. Labels are replicas, roles and reasons, never tenants or requests, of which there is no end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -27,9 +27,33 @@ _OF_REPLICAS = {
     "bifolio_prefill_tokens_per_second": ("prefill_tokens_per_s", "Prompt tokens it computes in a second."),
 }
 
+# bifolio_transfer_... -> (what of a replica's transfers, what it says)
+_OF_TRANSFERS = {
+    "streams": ("streams", "Transfers under way."),
+    "frames_in_flight": ("in_flight", "Frames that were sent and are not acknowledged."),
+}
+_SUMS_OF_TRANSFERS = {
+    "bytes": ("bytes", "Bytes of blocks that were moved: sent by prefill replicas, received by decode replicas."),
+    "frames": ("frames", "Frames that carried blocks, or said that one can be copied."),
+    "moving_seconds": ("moving_s", "Seconds of moving, added up over transfers; bytes by these is bandwidth."),
+    "streams_done": ("done", "Transfers that ended with everything at its place."),
+}
+# and those that are told apart by a label
+_SUMS_BY = {
+    "streams_failed": ("failed", "error", "Transfers that failed."),
+    "ways": ("ways", "way", "Transfers by how blocks travel: copied, or sent and why: see kv_manager/traffic.py."),
+    "stalled_seconds": (
+        "stalled_s",
+        "wait",
+        "Seconds of waiting, added up over transfers: for the peer's start, acks or frames.",
+    ),
+}
+
 
 def render(snapshot: Mapping[str, Any]) -> bytes:
-    return generate_latest(_Families([*_replicas(snapshot["replicas"]), *_cell(snapshot)]))
+    return generate_latest(
+        _Families([*_replicas(snapshot["replicas"]), *_transfers(snapshot["replicas"]), *_cell(snapshot)])
+    )
 
 
 def _replicas(replicas: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -50,6 +74,27 @@ def _replicas(replicas: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
         for name, (key, _) in _OF_REPLICAS.items():
             others[name].add_metric(labels, replica[key])
     return iter((alive, blocks, leases, *others.values()))
+
+
+def _transfers(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    who = ("replica", "role")
+    every = [((replica["id"], replica["role"]), replica["transfer"]) for replica in replicas]
+    for name, (key, text) in _OF_TRANSFERS.items():
+        gauge = GaugeMetricFamily(f"bifolio_transfer_{name}", text, labels=who)
+        for labels, transfer in every:
+            gauge.add_metric(labels, transfer[key])
+        yield gauge
+    for name, (key, text) in _SUMS_OF_TRANSFERS.items():
+        counter = CounterMetricFamily(f"bifolio_transfer_{name}", text, labels=who)
+        for labels, transfer in every:
+            counter.add_metric(labels, transfer[key])
+        yield counter
+    for name, (key, by, text) in _SUMS_BY.items():
+        counter = CounterMetricFamily(f"bifolio_transfer_{name}", text, labels=(*who, by))
+        for labels, transfer in every:
+            for value, count in transfer[key].items():
+                counter.add_metric((*labels, value), count)
+        yield counter
 
 
 def _cell(snapshot: Mapping[str, Any]) -> Iterator[Metric]:

@@ -75,7 +75,8 @@ def allowed(root: type[BaseModel], path: Sequence[str]) -> str:
     if owner is None or not path or path[-1] not in owner.model_fields:
         return "an object"
     if (section := _class_at(root, path)) is not None:
-        return "an object with any of " + ", ".join(section.model_fields)
+        optional = type(None) in typing.get_args(owner.model_fields[path[-1]].annotation)
+        return f"an object with any of {', '.join(section.model_fields)}{', or null' if optional else ''}"
     field = owner.model_json_schema()["properties"][path[-1]]
     kinds = [field] if "x-allowed" in field else field.get("anyOf", [field])
     return " or ".join(map(_describe, kinds))

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from bifolio.kv_manager import redis_url
+from bifolio.kv_manager.config import TlsConfig
 from bifolio.protos.errors import ConfigError, Unavailable
 from bifolio.replicas.host_memory import host_memory
 from bifolio.replicas.kv_memory import ITEMSIZES, check_host, context_of
@@ -66,6 +67,8 @@ def serve(config: ClusterConfig) -> int:
     template_of(Tokenizer.load(model))
     require_free(config.http.host, config.http.port, "http.port")
     require_free(config.http.host, config.grpc.port, "grpc.port")
+    if config.kv.tls is not None:
+        check_tls(config.kv.tls)
     if config.redis.url is not None:
         check_redis(config.redis.url)
     began, out = time.monotonic(), sys.stdout
@@ -102,6 +105,15 @@ def serve(config: ClusterConfig) -> int:
         return 128 + signal.SIGTERM
     finally:
         say("stopped")
+
+
+def check_tls(config: TlsConfig) -> None:
+    """ConfigError unless replicas with these files would accept each other."""
+    from bifolio.kv_manager.tls import Tls, read
+
+    tls = Tls.of(config)
+    assert tls is not None
+    read(tls)
 
 
 def check_redis(url: str) -> None:

@@ -28,6 +28,7 @@ from bifolio.protos.messages import (
     Report,
     RequestId,
     Speeds,
+    Traffic,
     family,
 )
 
@@ -67,6 +68,7 @@ class Book:
         self.reported = 0  # leases it lists
         self.held = 0  # blocks they and the reserve hold, in the replica's words
         self.speeds = Speeds()
+        self.traffic = Traffic()
         self.queued = 0  # tokens to be computed under its leases
         self.families: dict[RequestId, set[Generation]] = {}  # leases that are not revoked
         self._released: dict[Generation, int] = {}  # closed at this beat; reports up to it may still list it
@@ -149,7 +151,8 @@ class Book:
         assert report.beat > self.beat, "the ledger drops reports that are not newer"
         assert report.since <= self.version, "changes between the two are not known"
         self.beat, self.heard, self.draining = report.beat, now, report.draining
-        self.reported, self.held, self.speeds = len(report.leases), report.held, report.speeds
+        self.reported, self.held = len(report.leases), report.held
+        self.speeds, self.traffic = report.speeds, report.traffic
         listed = {x.generation: x for x in report.leases if self._released.get(x.generation, -1) < report.beat}
         self._released = {g: beat for g, beat in self._released.items() if beat >= report.beat}
         for generation, lease in [(g, lease) for g, lease in self.leases.items() if g not in listed]:

@@ -1,4 +1,5 @@
-"""One gRPC channel per prefill replica, shared by all pulls from it, replaced once its connection broke."""
+"""One gRPC channel per prefill replica, shared by all pulls from it, replaced once its connection broke; and what a
+broken one means."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from dataclasses import dataclass
 
 import grpc
 
-from .wire import channel_options
+from bifolio.protos.errors import BifolioError, ReplicaGone, TransferFailed
+
+from .tls import Certificates, Tls, channel_credentials, name_options
+from .wire import ERROR_KEY, channel_options
+
+NO_CONNECTION = "failed to connect to all addresses"  # as grpc's details begin then
 
 
 @dataclass(slots=True)
@@ -20,34 +26,39 @@ class _Link:
 
 
 class Channels:
-    def __init__(self, keepalive_s: float) -> None:
+    """With `tls`, connections to replicas that have it too."""
+
+    def __init__(self, keepalive_s: float, tls: Tls | None = None) -> None:
         self._links: dict[str, _Link] = {}
+        self._certificates = None if tls is None else Certificates(tls)
         self._lock = threading.Lock()
+        self._closed = False
         self._options = [
             *channel_options(keepalive_s),
-            (
-                "grpc.use_local_subchannel_pool",
-                1,
-            ),  # connections of our own, shared with no other user of grpc
+            ("grpc.min_reconnect_backoff_ms", int(keepalive_s * 1000)),  # as long a connection may take; else 20 s
+            ("grpc.use_local_subchannel_pool", 1),  # connections of our own, shared with no other user of grpc
             ("grpc.enable_http_proxy", 0),  # replicas are neighbours: $http_proxy is not meant for them
+            *([] if tls is None else name_options(tls)),
         ]
 
     @contextmanager
     def use(self, address: str) -> Iterator[grpc.Channel]:
-        """The address's channel. An UNAVAILABLE that leaves the `with` gives the next user a new one.
+        """The address's channel. An error that says it is lost gives the next user a new one.
 
-        Otherwise that one would fail at once while grpc waits to reconnect. The last user closes the old one.
+        Otherwise that one would fail at once while grpc waits to reconnect. The last user closes the old one. Raises
+        TransferFailed once this is closed.
         """
         with self._lock:
+            if self._closed:
+                raise TransferFailed("this decode replica is leaving, and opens no more Prefill streams")
             link = self._links.get(address)
             if link is None:
-                link = self._links[address] = _Link(grpc.insecure_channel(address, self._options))
+                link = self._links[address] = _Link(self._connect(address))
             link.users += 1
         try:
             yield link.channel
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                link.broken = True
+            link.broken |= is_lost(error)
             raise
         finally:
             with self._lock:
@@ -58,10 +69,52 @@ class Channels:
             if unused:
                 link.channel.close()
 
+    def _connect(self, address: str) -> grpc.Channel:
+        if self._certificates is None:
+            return grpc.insecure_channel(address, self._options)
+        return grpc.secure_channel(address, channel_credentials(self._certificates), self._options)
+
     def close(self) -> None:
         """Calls still running on a channel fail with CANCELLED."""
         with self._lock:
+            self._closed = True
             links = list(self._links.values())
             self._links.clear()
         for link in links:
             link.channel.close()
+
+
+def translated(error: grpc.RpcError, address: str) -> BifolioError:
+    """What ended a stream, as one of our errors: the one that the other side raised, or what became of the
+    connection."""
+    details, names = error.details() or "", _names(error)
+    for cls in _family(BifolioError):
+        if cls.__name__ in names:
+            return cls(details)
+    if details.startswith(NO_CONNECTION):
+        details += (
+            "; if the replica is there: TLS (kv.tls) must be on at both sides, with certificates of one CA, "
+            "or at neither"
+        )
+    kind = ReplicaGone if is_lost(error) else TransferFailed
+    return kind(f"the Prefill stream from {address} broke: {error.code().name}: {details}")
+
+
+def is_lost(error: grpc.RpcError) -> bool:
+    """Whether the connection is: an error of ours says UNAVAILABLE too, over one that is good."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and not _names(error)
+
+
+def _names(error: grpc.RpcError) -> list[str]:
+    return [str(entry.value) for entry in error.trailing_metadata() or () if entry.key == ERROR_KEY]
+
+
+def _family(cls: type[BifolioError]) -> Iterator[type[BifolioError]]:
+    yield cls
+    for child in cls.__subclasses__():
+        yield from _family(child)
+
+
+def bracketed(host: str) -> str:
+    """As it stands before a port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

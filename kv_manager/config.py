@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class FrozenConfig(BaseModel):
     """Every layer's configuration: frozen, no unknown keys, no value of another type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TlsConfig(FrozenConfig):
+    """Files in PEM form, on every machine that has replicas."""
+
+    ca: str = Field(description="The certificates of the CAs that replicas' certificates are of.")
+    certificate: str = Field(description="A replica's certificate, with those between it and the CA's.")
+    key: str = Field(description="The key of that certificate, without a passphrase.")
+    name: str = Field(
+        default="bifolio", min_length=1, max_length=253, description="The DNS name that every certificate has."
+    )
+
+    @field_validator("ca", "certificate", "key")
+    @classmethod
+    def _is_absolute(cls, path: str) -> str:
+        if not PurePath(path).is_absolute():
+            raise ValueError(f"{path!r} is not an absolute path; needed is one, the same on every machine")
+        return path
 
 
 class KvConfig(FrozenConfig):
@@ -91,6 +110,21 @@ class KvConfig(FrozenConfig):
         ge=0.1,
         le=86_400,
         description="A cancelled request that comes only now is refused for this long.",
+    )
+    stall_s: float = Field(
+        default=10.0,
+        ge=0.1,
+        le=600,
+        description="A transfer whose other side neither begins nor acknowledges for this long is given up.",
+    )
+    copies: bool = Field(
+        default=True,
+        description="Replicas on one host or GPU copy blocks out of each other's memory; false sends all of them as "
+        "frames.",
+    )
+    tls: TlsConfig | None = Field(
+        default=None,
+        description="TLS between replicas, which all show a certificate; null sends blocks and prompts in the clear.",
     )
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Literal
 
 from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Revoked, Unavailable
@@ -46,6 +47,7 @@ from .book import Book
 from .config import KvConfig
 from .policy import Need
 from .prefix_index import PrefixIndex
+from .secret import sign
 
 
 class Ledger:
@@ -150,7 +152,7 @@ class Ledger:
             return
         for other in self._books.values():
             mine, theirs = info.geometry, other.info.geometry
-            if other is not known and mine.fingerprint == theirs.fingerprint and mine != theirs:
+            if other is not known and mine.fingerprint == theirs.fingerprint and not mine.fits(theirs):
                 raise GeometryMismatch(
                     f"replica {info.id} ({mine}) cannot exchange blocks with {other.info.id} ({theirs}), "
                     "although both serve the same model: start them with the same configuration"
@@ -201,8 +203,8 @@ class Ledger:
         return tuple(book.info for book in self._books.values())
 
     def geometries(self) -> tuple[Geometry, ...]:
-        """Of the models that are served, each once."""
-        return tuple({book.info.geometry: None for book in self._books.values()})
+        """Of the models that are served, each once: those of a group differ in nothing that keys depend on."""
+        return tuple({book.model: book.info.geometry for book in self._books.values()}.values())
 
     @property
     def evicted(self) -> int:
@@ -270,15 +272,20 @@ class Ledger:
         full = ask.tokens // size
         first, *rest = (choice_id(ask.request, k) for k in range(ask.n)) if ask.n > 1 else (ask.request,)
         lease = self._offer(decode, first, decode.shared(ask), wanted.decode - decode.cached, now)
-        return Placement(
-            ask.request,
-            lease,
-            self._offer(prefill, ask.request, prefill.shared(ask), prefill.fresh, now) if prefill else None,
-            prefill.book.info.address if prefill else "",
-            prefill.book.info.memory if prefill else b"",
-            tuple(self._offer(decode, each, lease.blocks[:full], wanted.each, now) for each in rest),
-            decode.book.model,
-            reason,
+        local = Placement(ask.request, lease, model=decode.book.model, reason=reason)
+        placement = local if prefill is None else self._split(local, prefill, ask, now)
+        forks = tuple(self._offer(decode, each, lease.blocks[:full], wanted.each, now) for each in rest)
+        return replace(placement, forks=forks)
+
+    def _split(self, placement: Placement, prefill: Need, ask: Ask, now: float) -> Placement:
+        """With a lease of a prefill replica, and what its holder needs there."""
+        lease, info = self._offer(prefill, ask.request, prefill.shared(ask), prefill.fresh, now), prefill.book.info
+        return replace(
+            placement,
+            prefill=lease,
+            prefill_address=info.address,
+            prefill_memory=info.memory,
+            prefill_secret=sign(info.secret, lease),
         )
 
     def _offer(self, need: Need, request: RequestId, shared: tuple[BlockId, ...], fresh: int, now: float) -> Lease:

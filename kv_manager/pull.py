@@ -12,64 +12,83 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 
 import grpc
 
-from bifolio.protos.errors import BifolioError, ReplicaGone, Revoked, TransferFailed
-from bifolio.protos.messages import BlockId, Commit, Start
+from bifolio.protos.errors import Revoked, StalePlacement, TransferFailed
+from bifolio.protos.messages import BlockId, Commit, Heads, Start
 
-from .channels import Channels
+from .block_store import Copy, Unreached, Write
+from .channels import Channels, is_lost, translated
+from .heads import Part, narrowed
 from .receipt import Receipt
 from .regions import Regions
-from .transfer import BlockStore, Copy
-from .wire import ERROR_KEY, METHOD, SERVICE, Ack, Complete, Frame, Malformed, block_count, pack, unpack
+from .tls import Tls
+from .traffic import TrafficMeter
+from .wire import METHOD, SERVICE, Ack, Complete, Frame, Malformed, block_count, pack, unpack
 
 Land = Callable[[Frame | Complete], None]  # has what a frame brings, or stands for, written into our block
 
 
 class PrefillClient:
-    """Pulls into one store, over one connection to each prefill replica."""
+    """Pulls into the caches of one replica, over one connection to each prefill replica."""
 
-    def __init__(self, store: BlockStore, keepalive_s: float = 5.0) -> None:
-        self._store = store
-        self._channels = Channels(keepalive_s)
-        self._regions = Regions(store)
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        meter: TrafficMeter,
+        *,
+        keepalive_s: float = 5.0,
+        tls: Tls | None = None,
+        copies: bool = True,
+        vocabulary: int | None = None,
+    ) -> None:
+        """Without `copies` all blocks are sent, also where the memory that they are in could be reached. With a
+        `vocabulary`, logits of another one are refused."""
+        self._parts = tuple(parts)
+        self._meter = meter
+        self._channels = Channels(keepalive_s, tls)
+        self._regions = Regions(parts[0].store) if copies and len(parts) == 1 else None
+        self._vocabulary = vocabulary
 
     def pull(self, address: str, start: Start) -> Pull:
         """Copies from `start.memory`, if it can be reached from here."""
-        return Pull(self._store, self._channels, self._regions, address, start)
+        return Pull(self._parts, self._meter, self._channels, self._regions, self._vocabulary, address, start)
 
     def close(self) -> None:
         """Closes the connections; pulls still running fail."""
         self._channels.close()
-        self._regions.close()
+        if self._regions is not None:
+            self._regions.close()
 
 
 class Pull:
     """One transfer. `run` it once, in a worker thread; `cancel` it from any other."""
 
-    def __init__(self, store: BlockStore, channels: Channels, regions: Regions, address: str, start: Start) -> None:
-        self._store = store
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        meter: TrafficMeter,
+        channels: Channels,
+        regions: Regions | None,
+        vocabulary: int | None,
+        address: str,
+        start: Start,
+    ) -> None:
+        self._parts = parts
+        self._meter = meter
         self._channels = channels
         self._regions = regions
+        self._vocabulary = vocabulary
         self._address = address
         self._start = start
-        self._receipt = Receipt(start, store.block_bytes)
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
         self._cancelled = False
         self.began = 0.0  # when `run` was entered, on the monotonic clock
-
-    @property
-    def frames_received(self) -> int:
-        return self._receipt.frames
-
-    @property
-    def bytes_received(self) -> int:
-        return self._receipt.bytes
 
     def cancel(self) -> None:
         """Ends `run` with Revoked, now or as soon as it is called. Idempotent. Frees no block: see `run`."""
@@ -88,54 +107,107 @@ class Pull:
         """
         assert len(blocks) >= block_count(self._start), "the lease is too small for the tokens"
         self.began = time.monotonic()
-        try:
-            with (
-                self._channels.use(self._address) as channel,
-                self._regions.use(self._address, self._start.memory) as copy,
-                self._landing(copy, blocks) as land,
-            ):
-                return self._receive(channel, land)
-        except (grpc.RpcError, Malformed) as error:
-            if self._cancelled:
-                raise self._revoked() from error
-            raise _translated(error, self._address) from error
+        with self._meter.stream():
+            try:
+                return self._connected(blocks)
+            except (grpc.RpcError, Malformed, StalePlacement) as error:
+                # Or as long as the error is somewhere, so are the frames that it came through, and the memory of a
+                # replica that has died: one of grpc's is kept by its call, too
+                error.with_traceback(None)
+                if self._cancelled:
+                    raise self._revoked() from error
+                if isinstance(error, StalePlacement):
+                    raise
+                if isinstance(error, Malformed):
+                    raise TransferFailed(f"the Prefill stream from {self._address} is unusable: {error}") from error
+                if is_lost(error) and self._regions is not None:
+                    self._regions.forget(self._address)
+                raise translated(error, self._address) from error
+
+    def _connected(self, blocks: Sequence[BlockId]) -> Commit:
+        with self._channels.use(self._address) as channel, self._reached() as reached:
+            return self._received(channel, reached, blocks)
 
     @contextmanager
-    def _landing(self, copy: Copy | None, blocks: Sequence[BlockId]) -> Iterator[Land]:
-        """All has landed when it is left."""
-        if copy is not None:
-            theirs, copy_block = self._start.blocks, copy
-            yield lambda frame: copy_block(theirs[frame.position], blocks[frame.position])
+    def _reached(self) -> Iterator[Copy | Unreached]:
+        """The memory in which the blocks are, if we copy them."""
+        if self._regions is None:
+            many = len(self._parts) > 1
+            yield Unreached("misfit", "our heads are divided") if many else Unreached("off", "kv.copies is false")
             return
-        self._start = replace(self._start, memory=b"")
-        self._receipt = Receipt(self._start, self._store.block_bytes)
-        with self._store.writing() as write:
+        with self._regions.use(self._address, self._start.memory) as reached:
+            yield reached
+
+    def _received(self, channel: grpc.Channel, reached: Copy | Unreached, blocks: Sequence[BlockId]) -> Commit:
+        block_bytes = sum(part.store.block_bytes for part in self._parts)
+        heads = tuple(part.heads for part in self._parts) if len(self._parts) > 1 else ()
+        if isinstance(reached, Unreached):
+            self._meter.way(f"sent: {reached.reason}")
+            start = replace(self._start, memory=b"", heads=heads)
+            receipt = Receipt(start, block_bytes, self._vocabulary)
+            with self._landing(receipt, blocks) as land:
+                return self._receive(channel, start, receipt, land)
+        self._meter.way("copied")
+        theirs, copy = self._start.blocks, reached
+
+        def copied(frame: Frame | Complete) -> None:
+            assert isinstance(frame, Complete), "the receipt takes no other where blocks are copied"
+            for position in range(frame.position, frame.position + frame.count):
+                if self._cancelled:
+                    raise self._revoked()
+                copy(theirs[position], frame.owner, blocks[position])
+
+        return self._receive(channel, self._start, Receipt(self._start, block_bytes, self._vocabulary), copied)
+
+    @contextmanager
+    def _landing(self, receipt: Receipt, blocks: Sequence[BlockId]) -> Iterator[Land]:
+        """All has landed when it is left."""
+        writes: dict[Heads, Write] = {}
+        with ExitStack() as stack:
 
             def put(frame: Frame | Complete) -> None:
                 assert isinstance(frame, Frame), "the receipt takes no other where blocks are sent"
-                write(blocks[frame.position], frame.offset, frame.payload)
+                if (write := writes.get(frame.heads)) is None:
+                    try:
+                        store = narrowed(self._parts, frame.heads, self._start.geometry)
+                    except KeyError:
+                        raise Malformed(f"heads {frame.heads} are in no cache of ours together") from None
+                    write = writes[frame.heads] = stack.enter_context(store.writing())
+                for position, offset, data in frame.pieces(receipt.part_bytes(frame.heads)):
+                    write(blocks[position], offset, data)
 
             yield put
 
-    def _receive(self, channel: grpc.Channel, land: Land) -> Commit:
+    def _receive(self, channel: grpc.Channel, start: Start, receipt: Receipt, land: Land) -> Commit:
         acks: SimpleQueue[int | None] = SimpleQueue()
         with self._lock:
             if self._cancelled:
                 raise self._revoked()
             # No serializers: bytes in, bytes out.
             prefill: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{SERVICE}/{METHOD}")
-            call = self._call = prefill(_requests(self._start, acks))
+            try:
+                call = self._call = prefill(_requests(start, acks))
+            except ValueError as error:  # as grpc says it
+                raise TransferFailed(f"the connection to {self._address} was closed: {error}") from error
         commit: Commit | None = None
         try:
-            for raw in call:  # raises an RpcError unless the stream ends with OK
+            while True:
+                with self._meter.stalled("frames"):
+                    raw = next(call, None)  # raises an RpcError unless the stream ends with OK
+                if raw is None:
+                    break
                 match unpack(raw):
                     case (Frame() | Complete()) as frame if commit is None:
-                        self._receipt.add(frame)
+                        began = time.monotonic()
+                        size = receipt.add(frame)
                         land(frame)
-                        acks.put(frame.index)
+                        self._meter.moved(1, size, time.monotonic() - began)
+                        if frame.due:
+                            acks.put(frame.index)
                     case Commit() as manifest if commit is None:
-                        self._receipt.check(manifest)
+                        receipt.check(manifest)
                         commit = manifest
+                        acks.put(None)  # nothing more to say: if an ack was lost, nobody waits for it
                     case other:
                         raise Malformed(f"a {type(other).__name__} is out of place here")
             if commit is None:
@@ -154,21 +226,3 @@ def _requests(start: Start, acks: SimpleQueue[int | None]) -> Iterator[bytes]:
     yield pack(start)
     while (frame := acks.get()) is not None:
         yield pack(Ack(frame))
-
-
-def _translated(error: grpc.RpcError | Malformed, address: str) -> BifolioError:
-    if isinstance(error, Malformed):
-        return TransferFailed(f"the Prefill stream from {address} is unusable: {error}")
-    details = error.details() or ""
-    names = [str(entry.value) for entry in error.trailing_metadata() or () if entry.key == ERROR_KEY]
-    for cls in _family(BifolioError):
-        if cls.__name__ in names:
-            return cls(details)
-    kind = ReplicaGone if error.code() is grpc.StatusCode.UNAVAILABLE else TransferFailed
-    return kind(f"the Prefill stream from {address} broke: {error.code().name}: {details}")
-
-
-def _family(cls: type[BifolioError]) -> Iterator[type[BifolioError]]:
-    yield cls
-    for child in cls.__subclasses__():
-        yield from _family(child)

@@ -2,7 +2,7 @@
 
 What is open keeps the memory of a replica that has died from coming back, to the one that starts in its place. So
 it is held while it is used and a minute longer: opening takes its time, may hold up the device, and costs an event that
-torch does not give back; closing waits for the device, and so is done outside of the lock.
+torch does not give back; closing may wait for the device, and so is done outside of the lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .transfer import BlockStore, Copy
+from .block_store import BlockStore, Copy, Unreached
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ MOST = 256  # replicas that are remembered; many more than ever live at once
 @dataclass(slots=True, eq=False)
 class _Region:
     memory: bytes
-    reached: Copy | str | None = None  # a str is why not, and is not tried again; None: not open
+    reached: Copy | Unreached | None = None  # if it is why not, it is not tried again; None: not open
     said: str = ""
     users: int = 0
     idle: threading.Timer | None = None
@@ -38,9 +38,9 @@ class Regions:
         self._lock = threading.Lock()
 
     @contextmanager
-    def use(self, address: str, memory: bytes) -> Iterator[Copy | None]:
-        """Copies blocks of the replica at this address; None where they have to come through the host."""
-        forgotten: list[Copy | str | None] = []
+    def use(self, address: str, memory: bytes) -> Iterator[Copy | Unreached]:
+        """Copies blocks of the replica at this address, or says why they have to be sent."""
+        forgotten: list[Copy | Unreached | None] = []
         with self._lock:
             region = self._regions.get(address)
             if region is None or region.memory != memory:  # another replica has got the address
@@ -49,23 +49,29 @@ class Regions:
             if len(self._regions) > MOST:
                 forgotten += self._forget(next(iter(self._regions)))
             if region.reached is None:
-                region.reached = self._store.reach(memory) if memory else "it shares no memory"
+                region.reached = self._store.reach(memory) if memory else Unreached("none", "it shares no memory")
                 _tell(address, region)
-            copy = None if isinstance(region.reached, str) else region.reached
+            reached = region.reached
             region.users += 1
             if region.idle is not None:
                 region.idle.cancel()
                 region.idle = None
         del forgotten  # closes it, unless a pull uses it
         try:
-            yield copy
+            yield reached
         finally:
             with self._lock:
                 region.users -= 1
-                if not region.users and copy is not None and self._regions.get(address) is region:
+                if not region.users and not isinstance(reached, Unreached) and self._regions.get(address) is region:
                     region.idle = threading.Timer(self._idle_s, self._let_go, (region,))
                     region.idle.daemon = True
                     region.idle.start()
+
+    def forget(self, address: str) -> None:
+        """The replica there has gone. What pulls still use goes with the last of them."""
+        with self._lock:
+            forgotten = self._forget(address)
+        del forgotten  # closes it, unless a pull uses it
 
     def close(self) -> None:
         """Lets go of all that no pull uses; the rest goes with the last of its users, as does what was replaced."""
@@ -73,7 +79,7 @@ class Regions:
             forgotten = [self._forget(address) for address in list(self._regions)]
         del forgotten  # closes what no pull uses
 
-    def _forget(self, address: str) -> list[Copy | str | None]:
+    def _forget(self, address: str) -> list[Copy | Unreached | None]:
         """What the region of this address had reached: for the caller to drop when it has left the lock."""
         region = self._regions.pop(address, None)
         if region is None:
@@ -91,7 +97,7 @@ class Regions:
 
 
 def _tell(address: str, region: _Region) -> None:
-    way = f"through the host: {region.reached}" if isinstance(region.reached, str) else "on the device, by copies"
+    way = f"sent: {region.reached}" if isinstance(region.reached, Unreached) else "copied out of its memory"
     if way != region.said:
         region.said = way
-        logger.info("blocks of the prefill replica at %s come %s", address, way)
+        logger.info("blocks of the prefill replica at %s are %s", address, way)

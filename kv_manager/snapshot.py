@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bifolio.protos.messages import Traffic
+
 from .book import Book
 from .ledger import Ledger
 
@@ -53,4 +55,21 @@ def _status(book: Book) -> dict[str, Any]:
         "held": book.held,
         "max_sequences": book.info.max_sequences,
         "cache": list(book.info.cache),
+        "transfer": _transfer(book.traffic),
+    }
+
+
+def _transfer(traffic: Traffic) -> dict[str, Any]:
+    """What a replica has sent, if it prefills, or received, since its process began: the counts are its own."""
+    return {
+        "streams": traffic.streams,
+        "in_flight": traffic.in_flight,
+        "done": traffic.done,
+        "failed": dict(traffic.failed),
+        "ways": dict(traffic.ways),
+        "frames": traffic.frames,
+        "bytes": traffic.bytes,
+        "moving_s": round(traffic.moving_s, 6),
+        "bandwidth": round(traffic.bytes / traffic.moving_s) if traffic.moving_s else 0,  # of a stream, while it moves
+        "stalled_s": {what_for: round(seconds, 6) for what_for, seconds in traffic.stalled_s.items()},
     }

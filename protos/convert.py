@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import kv_pb2
-from .messages import BlockId, Commit, Generation, Geometry, RequestId, Start, TokenLogprobs
+from .messages import BlockId, Commit, Generation, Geometry, Heads, RequestId, Start, TokenLogprobs
 
 
 def generation_to_pb(generation: Generation) -> kv_pb2.Generation:
@@ -35,6 +35,8 @@ def start_to_pb(start: Start) -> kv_pb2.Start:
         arrival=start.arrival,
         prompt_logprobs=start.prompt_logprobs,
         memory=start.memory,
+        secret=start.secret,
+        heads=map(_heads_to_pb, start.heads),
     )
 
 
@@ -51,6 +53,8 @@ def start_from_pb(pb: kv_pb2.Start) -> Start:
         salt=pb.salt,
         prompt_logprobs=pb.prompt_logprobs if pb.HasField("prompt_logprobs") else None,
         memory=pb.memory,
+        secret=pb.secret,
+        heads=tuple(map(_heads_from_pb, pb.heads)),
     )
 
 
@@ -66,6 +70,9 @@ def commit_to_pb(commit: Commit) -> kv_pb2.Commit:
         queue_seconds=commit.queue_seconds,
         prefill_seconds=commit.prefill_seconds,
         prompt_logprobs=map(_logprobs_to_pb, commit.prompt_logprobs),
+        geometry=geometry_to_pb(commit.geometry),
+        layers=commit.layers,
+        heads=map(_heads_to_pb, commit.heads),
     )
 
 
@@ -81,7 +88,18 @@ def commit_from_pb(pb: kv_pb2.Commit) -> Commit:
         queue_seconds=pb.queue_seconds,
         prefill_seconds=pb.prefill_seconds,
         prompt_logprobs=tuple(map(_logprobs_from_pb, pb.prompt_logprobs)),
+        geometry=geometry_from_pb(pb.geometry),
+        layers=tuple(pb.layers),
+        heads=tuple(map(_heads_from_pb, pb.heads)),
     )
+
+
+def _heads_to_pb(heads: Heads) -> kv_pb2.Heads:
+    return kv_pb2.Heads(first=heads.first, count=heads.count)
+
+
+def _heads_from_pb(pb: kv_pb2.Heads) -> Heads:
+    return Heads(pb.first, pb.count)
 
 
 def _logprobs_to_pb(one: TokenLogprobs) -> kv_pb2.PromptLogprob:

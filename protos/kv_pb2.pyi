@@ -34,8 +34,16 @@ class Geometry(_message.Message):
     tensor_parallel: int
     def __init__(self, fingerprint: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
+class Heads(_message.Message):
+    __slots__ = ("first", "count")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    count: int
+    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
 class Start(_message.Message):
-    __slots__ = ("request_id", "generation", "blocks", "token_ids", "skip_blocks", "geometry", "arrival", "prompt_logprobs", "cached_blocks", "salt", "memory")
+    __slots__ = ("request_id", "generation", "blocks", "token_ids", "skip_blocks", "geometry", "arrival", "prompt_logprobs", "cached_blocks", "salt", "memory", "secret", "heads")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +55,8 @@ class Start(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     generation: Generation
     blocks: _containers.RepeatedScalarFieldContainer[int]
@@ -58,7 +68,9 @@ class Start(_message.Message):
     cached_blocks: int
     salt: str
     memory: bytes
-    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., skip_blocks: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., arrival: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., memory: _Optional[bytes] = ...) -> None: ...
+    secret: bytes
+    heads: _containers.RepeatedCompositeFieldContainer[Heads]
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., skip_blocks: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., arrival: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., salt: _Optional[str] = ..., memory: _Optional[bytes] = ..., secret: _Optional[bytes] = ..., heads: _Optional[_Iterable[_Union[Heads, _Mapping]]] = ...) -> None: ...
 
 class PromptLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top_ids", "top_logprobs")
@@ -79,7 +91,7 @@ class Ack(_message.Message):
     def __init__(self, frame: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("generation", "tokens", "first_block", "block_count", "frames", "payload_bytes", "logits", "queue_seconds", "prefill_seconds", "prompt_logprobs")
+    __slots__ = ("generation", "tokens", "first_block", "block_count", "frames", "payload_bytes", "logits", "queue_seconds", "prefill_seconds", "prompt_logprobs", "geometry", "layers", "heads")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +102,9 @@ class Commit(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
     generation: Generation
     tokens: int
     first_block: int
@@ -100,4 +115,7 @@ class Commit(_message.Message):
     queue_seconds: float
     prefill_seconds: float
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprob]
-    def __init__(self, generation: _Optional[_Union[Generation, _Mapping]] = ..., tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., frames: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., logits: _Optional[bytes] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprob, _Mapping]]] = ...) -> None: ...
+    geometry: Geometry
+    layers: _containers.RepeatedScalarFieldContainer[str]
+    heads: _containers.RepeatedCompositeFieldContainer[Heads]
+    def __init__(self, generation: _Optional[_Union[Generation, _Mapping]] = ..., tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., frames: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., logits: _Optional[bytes] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprob, _Mapping]]] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., layers: _Optional[_Iterable[str]] = ..., heads: _Optional[_Iterable[_Union[Heads, _Mapping]]] = ...) -> None: ...

@@ -7,7 +7,7 @@ seconds since the epoch, every other time is a duration, so that no two clocks a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, NewType
 
 MOST_LOGPROBS = 20  # of the most probable tokens at one place, as in OpenAI's API
@@ -146,6 +146,7 @@ class Placement:
     forks: tuple[Lease, ...] = ()
     model: str = ""  # fingerprint of the replicas' model
     reason: str = ""  # why it is split or not: one of kv_manager/split.py
+    prefill_secret: bytes = field(default=b"", repr=False)  # proves to the prefill replica that the lease was granted
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -163,13 +164,34 @@ class Geometry:
     block_size: int
     dtype: str
     layout: str = "plain"  # how K and V lie in a block: of the deployment, never of a machine
-    tensor_parallel: int = 1
+    tensor_parallel: int = 1  # into how many caches a replica's heads are divided: its own business, see `fits`
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Whose K and V a block holds, in their order."""
+        return tuple(f"layers.{i}.self_attn" for i in range(self.layers))
+
+    def fits(self, other: Geometry) -> bool:
+        """Whether blocks can go from the one to the other. How a replica divides the heads does not matter: what
+        travels says which heads it is of."""
+        return replace(self, tensor_parallel=other.tensor_parallel) == other
 
     def __str__(self) -> str:
         return (
             f"model={self.fingerprint} layers={self.layers} kv_heads={self.kv_heads} head_dim={self.head_dim} "
             f"block_size={self.block_size} dtype={self.dtype} layout={self.layout} tp={self.tensor_parallel}"
         )
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Heads:
+    """KV heads that lie together: `count` of them from `first` on, in one cache of a replica."""
+
+    first: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.first}..{self.first + self.count - 1}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +207,7 @@ class ReplicaInfo:
     max_sequences: int = 64
     memory: bytes = field(default=b"", repr=False)  # a handle of its blocks for others on this machine, if there is one
     cache: tuple[str, ...] = ()  # how its KV cache came to its size, for people
+    secret: bytes = field(default=b"", repr=False)  # by which its leases are signed (`kv_manager/secret.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +216,21 @@ class Speeds:
 
     prefill: float = 0.0  # prompt tokens computed in a second
     transfer: float = 0.0  # seconds that a hand-over added to the prefill it came with; decode replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a replica has moved since it began: sent, if it prefills; received, if it decodes."""
+
+    streams: int = 0  # under way
+    in_flight: int = 0  # frames that were sent and are not acknowledged
+    done: int = 0  # streams that ended with everything at its place
+    failed: Mapping[str, int] = field(default_factory=dict)  # streams that did not, by the class of the error
+    ways: Mapping[str, int] = field(default_factory=dict)  # streams begun, by how blocks travel, or why not by copies
+    frames: int = 0
+    bytes: int = 0  # in frames, or copied
+    moving_s: float = 0.0  # seconds in which bytes were moved: cut and sent, or landed
+    stalled_s: Mapping[str, float] = field(default_factory=dict)  # seconds of waiting, by what for
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +252,7 @@ class Report:
     keys: tuple[tuple[BlockId, Key | None], ...] = field(default=(), repr=False)  # None: the block holds nothing whole
     draining: bool = False  # the replica is leaving and takes no new work
     speeds: Speeds = Speeds()
+    traffic: Traffic = Traffic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +291,8 @@ class Start:
     salt: str = ""  # as in Request
     prompt_logprobs: int | None = None  # as in Request
     memory: bytes = field(default=b"", repr=False)  # as in ReplicaInfo: blocks are copied from there
+    secret: bytes = field(default=b"", repr=False)  # Placement.prefill_secret
+    heads: tuple[Heads, ...] = ()  # of each cache of the decode side, in order; empty: all heads are in one
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +300,9 @@ class Commit:
     """Ends a Prefill stream: the manifest of what was sent, and the last position's logits."""
 
     generation: Generation
+    geometry: Geometry  # of the blocks that were sent, in the prefill side's words
+    layers: tuple[str, ...]  # whose K and V each block holds, in their order
+    heads: tuple[Heads, ...]  # of the parts in which each block was sent: every head is in one of them
     tokens: int
     first_block: int  # block positions first_block .. first_block + block_count - 1 were sent
     block_count: int

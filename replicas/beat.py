@@ -112,4 +112,4 @@ class Beat:
 
     def _take_report(self, complete: bool = False) -> Report:
         report = self._core.tags.report(time.monotonic(), complete=complete)
-        return replace(report, draining=self._draining, speeds=self._core.speeds)
+        return replace(report, draining=self._draining, speeds=self._core.speeds, traffic=self._core.meter.read())

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from bifolio.kernels import Layout, Quantization, kv_layout, runs_triton, self_check, use
 from bifolio.kv_manager.config import KvConfig
+from bifolio.kv_manager.heads import Part, whole
+from bifolio.kv_manager.secret import BYTES
 from bifolio.kv_manager.tags import BlockTags
+from bifolio.kv_manager.traffic import TrafficMeter
 from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role, Speeds
 
@@ -36,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+# Of this machine alone, or at the address of its Ray node: only who starts the cluster knows whether it has others. Ray
+# does not tell: its nodes have an address in the network even where all of them are here, and others may join later
+Listen = Literal["loopback", "node"]
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
@@ -48,6 +57,7 @@ class ReplicaSpec:
     kv: KvConfig
     manager: tuple[str, str]  # name and namespace of the KV manager actor
     num_gpus: float = 1.0  # its share of a GPU, where it computes on one
+    listen: Listen = "loopback"  # where its Prefill stream is, if it prefills
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +137,10 @@ class Core:
         )
         self._engine = Engine(self.runner, scheduler)
         self.transfer = Average()  # seconds that a hand-over to this replica added to its prefill
+        self.meter = TrafficMeter()
+        self.secret = secrets.token_bytes(BYTES)  # who can sign with it has the KV manager's word
         self._thread: EngineThread | None = None
-        self.replica, self.role, self._spec = replica, role, spec
+        self.replica, self.role, self.kv, self._spec = replica, role, spec.kv, spec
 
     def start(self, deliver: Callable[[list[Event]], None]) -> None:
         """Compute from now on. The events of every step go to `deliver`, which is called in the engine's thread."""
@@ -150,6 +162,11 @@ class Core:
             raise RuntimeError(f"the engine thread of {self.replica} has ended")
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The caches that its blocks are in."""
+        return whole(self.store, self.geometry)
+
+    @property
     def speeds(self) -> Speeds:
         """As measured lately."""
         return Speeds(self._engine.prefill_speed.value, self.transfer.value)
@@ -164,6 +181,7 @@ class Core:
             address,
             os.getpid(),
             self._spec.engine.max_sequences,
-            self.store.export() if address else b"",
+            self.store.export() if address and self.kv.copies else b"",
             self._cache_lines,
+            self.secret,
         )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bifolio.kernels.events import Event
+from bifolio.kv_manager.block_store import Unreached
 
 from . import shared
 from .device import DeviceName, Memory
@@ -85,7 +86,7 @@ class DelayedDevice:
     def export(self, tensor: Tensor) -> bytes | None:
         return shared.export(tensor)
 
-    def reach(self, handle: bytes) -> Tensor | str:
+    def reach(self, handle: bytes) -> Tensor | Unreached:
         return shared.reach(handle, self.torch)
 
     def memory(self) -> Memory:

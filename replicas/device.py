@@ -4,7 +4,8 @@ Knows nothing of models, blocks or leases. Kernels are launched by `torch` and f
 
     computing thread   launches steps; `mark` is an event behind all it has launched so far
     other threads      wait for such an event, and only then launch a `copy`; so no copy stream ever waits for computing
-    other processes    reach memory that was `export`ed, if they compute on the same GPU (`shared.py`)
+    other processes    reach memory that was `export`ed, if they compute on the same GPU (`shared.py`); a host's is
+                       reached without a device (`host_share.py`)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bifolio.kernels.events import HAPPENED, Event, mark
+from bifolio.kv_manager.block_store import Unreached
 from bifolio.protos.errors import ConfigError
 
 from . import shared
@@ -59,7 +61,7 @@ class Device(Protocol):
         """A handle by which `reach` finds this uint8 [rows, row_bytes]; None where it could not. Once for each tensor,
         which must live as long as anyone may use the handle."""
 
-    def reach(self, handle: bytes) -> Tensor | str:
+    def reach(self, handle: bytes) -> Tensor | Unreached:
         """What was exported: the same memory, which `copy` takes. Or why it cannot be reached from here: another host
         or GPU, a process that has ended, bytes that are no handle. Any bytes may be tried."""
 
@@ -91,8 +93,8 @@ class HostDevice:
     def export(self, tensor: Tensor) -> bytes | None:
         return None
 
-    def reach(self, handle: bytes) -> Tensor | str:
-        return "a host's memory is not shared"
+    def reach(self, handle: bytes) -> Tensor | Unreached:
+        return Unreached("misfit", "this replica's device reaches no memory of others")
 
     def memory(self) -> Memory:
         return Memory(*host_memory())
@@ -130,7 +132,7 @@ class CudaDevice:
     def export(self, tensor: Tensor) -> bytes | None:
         return shared.export(tensor, self._place)
 
-    def reach(self, handle: bytes) -> Tensor | str:
+    def reach(self, handle: bytes) -> Tensor | Unreached:
         return shared.reach(handle, self.torch, self._place)
 
     def memory(self) -> Memory:

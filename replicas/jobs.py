@@ -7,15 +7,17 @@ about Ray, sampling or text.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
+from bifolio.kv_manager.heads import Part
+from bifolio.kv_manager.secret import proves
+from bifolio.kv_manager.traffic import TrafficMeter
 from bifolio.kv_manager.transfer import Prefilled
 from bifolio.protos.errors import Draining, EngineFailed, GeometryMismatch, InvalidRequest, Revoked, StalePlacement
-from bifolio.protos.messages import MOST_LOGPROBS, Generation, Lease, Start
+from bifolio.protos.messages import MOST_LOGPROBS, Generation, Geometry, Lease, Start
 
 from . import sequence
-from .block_stores import Blocks
 from .core import Core
 from .key_chain import KeyChain
 from .sequence import Abort, Add, Closed, Computed, Event
@@ -92,31 +94,41 @@ class Jobs:
         self.draining = False  # take no new prompt
 
     @property
-    def store(self) -> Blocks:
-        return self._core.store
+    def geometry(self) -> Geometry:
+        return self._core.geometry
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return self._core.parts
+
+    @property
+    def meter(self) -> TrafficMeter:
+        return self._core.meter
 
     def begin(self, start: Start) -> Job:
         """Open the lease and queue the prompt.
 
-        Raises Draining, GeometryMismatch, InvalidRequest, or StalePlacement when a block went to another lease, or
-        one from the cache holds something else.
+        Raises Draining, GeometryMismatch, InvalidRequest, or StalePlacement when the lease was not granted, a block
+        went to another one, or a block from the cache holds something else.
         """
         core = self._core
         if self.draining:
             raise Draining(f"prefill replica {core.replica} is leaving and takes no new prompt")
-        if start.geometry != core.geometry:
+        if not core.geometry.fits(start.geometry):
             raise GeometryMismatch(
                 f"decode asks for blocks of [{start.geometry}], prefill replica {core.replica} has "
-                f"[{core.geometry}]: deploy both pools with one model, dtype and block size"
+                f"[{core.geometry}]: deploy both pools with one model and one configuration"
             )
         _check(start, core)
         keys = KeyChain(core.geometry, start.salt, start.tokens)
         lease = Lease(core.replica, start.generation, start.blocks, start.request, start.cached_blocks)
         try:
+            _require_proof(start.secret, core.secret, lease)
             core.tags.open(lease, keys.upto(len(start.tokens)))
         except StalePlacement:
             self._refused()
             raise
+        core.store.own(start.blocks[start.cached_blocks :], start.generation)  # no copy of what was in them counts
         job = self._jobs[start.generation] = Job(core, lease, keys, self._close)
         core.submit(
             Add(
@@ -141,6 +153,15 @@ class Jobs:
     def revoke(self, generation: Generation) -> None:
         if job := self._jobs.get(generation):
             job.cancel()
+
+
+def _require_proof(secret: bytes, key: bytes, lease: Lease) -> None:
+    if not proves(secret, key, lease):
+        raise StalePlacement(
+            f"the start's secret does not prove that lease {lease.generation} with these {len(lease.blocks)} blocks, "
+            f"{lease.cached} of them cached, was granted at {lease.replica}: its placement is of another replica, or "
+            "of one that was here before"
+        )
 
 
 def _check(start: Start, core: Core) -> None:

@@ -30,8 +30,9 @@ class KvCache:
         dtype: torch.dtype,
         layout: Layout = "plain",
         device: torch.device = HOST,
+        memory: Tensor | None = None,
     ) -> None:
-        """Allocate, zeros: the memory is taken at once.
+        """Allocate, zeros: the memory is taken at once. Or live in `memory`: uint8, flat, zeros, of just the size.
 
         `layout` says how the K and V of a head lie in a block; the kernels are told.
         """
@@ -41,7 +42,7 @@ class KvCache:
         self.layout = layout
         self.device = device
         shape = (blocks + 1, layers, 2, kv_heads, block_size, head_dim)
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        tensor = torch.zeros(shape, dtype=dtype, device=device) if memory is None else memory.view(dtype).view(shape)
         self._layers = tuple(tensor[:, i] for i in range(layers))
         self.bytes: Tensor = tensor.view(blocks + 1, -1).view(torch.uint8)  # the same memory [blocks + 1, block_bytes]
         self.block_bytes: int = self.bytes.shape[1]

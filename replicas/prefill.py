@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 
+import ray
 from ray import serve
 
+from bifolio.kv_manager.channels import bracketed
+from bifolio.kv_manager.tls import Tls
 from bifolio.kv_manager.transfer import PrefillServer
 from bifolio.protos.messages import ReplicaId
 
@@ -26,8 +29,15 @@ class PrefillReplica:
         self._beat = Beat(self._core, spec)
         self._jobs = Jobs(self._core, self._beat.close, self._beat.ask_if_due)
         self._core.start(self._jobs.deliver)
-        self._server = PrefillServer(self._jobs, max_streams=spec.engine.max_sequences)
-        await self._beat.start(self._core.info(f"127.0.0.1:{self._server.start()}"), self._jobs.revoke)
+        host = "127.0.0.1" if spec.listen == "loopback" else bracketed(ray.util.get_node_ip_address())
+        self._server = PrefillServer(
+            self._jobs,
+            max_streams=spec.engine.max_sequences,
+            host=host,
+            stall_s=spec.kv.stall_s,
+            tls=Tls.of(spec.kv.tls),
+        )
+        await self._beat.start(self._core.info(f"{host}:{self._server.start()}"), self._jobs.revoke)
 
     async def check_health(self) -> None:
         self._core.check()

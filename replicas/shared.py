@@ -30,6 +30,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from bifolio.kv_manager.block_store import Unreached
+
 logger = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the host; not its name: those repeat
@@ -74,22 +76,24 @@ def export(tensor: Tensor, place: str = "") -> bytes:
     return json.dumps([os.getpid(), key, where, tensor.storage_offset(), *tensor.shape, packed]).encode()
 
 
-def reach(handle: bytes, device: torch.device, place: str = "") -> Tensor | str:
+def reach(handle: bytes, device: torch.device, place: str = "") -> Tensor | Unreached:
     """The memory, on `device`; or why it cannot be reached from here. Any bytes may be tried."""
     known = _parse(handle)
     if known is None:
-        return "its handle makes no sense"
+        return Unreached("misfit", "its handle is none of a device's memory")
     if known.pid == os.getpid() and (tensor := _here.get(known.key)) is not None:
-        return tensor if tensor.device == device else f"it is on {tensor.device}, this replica on {device}"
+        if tensor.device == device:
+            return tensor
+        return Unreached("misfit", f"it is on {tensor.device}, this replica on {device}")
     if not known.place:
-        return "its memory is of another process, and not shared with any"
+        return Unreached("none", "its memory is of another process, and not shared with any")
     if known.place != place:
-        return "it is on another GPU"
+        return Unreached("elsewhere", "it is on another GPU")
     try:
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *known.ipc)
         return _view(storage, known, device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # it is dead, or hidden by a container
-        return f"its memory cannot be opened: {str(error).splitlines()[0]}"
+        return Unreached("hidden", f"its memory cannot be opened: {str(error).splitlines()[0]}")
 
 
 def _ipc(tensor: Tensor) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ import torch
 from bifolio.kernels import Layout, runs_triton
 from bifolio.protos.errors import ConfigError
 
+from . import host_share
 from .block_stores import Blocks, HostBlocks, StagedBlocks
 from .config import EngineConfig
 from .device import Device
@@ -53,19 +54,18 @@ def prepare(
     decodes: bool = True,
 ) -> Prepared:
     """share: of the device's memory that is this replica's; decodes: whether steps of single tokens come, to be
-    recorded.
+    recorded; where none do, others may copy its blocks, so those of a host are in memory that they reach.
 
     On a GPU this takes seconds to a minute, and says in the log how far it is. Raises ConfigError for a cache that the
     device cannot hold.
     """
-    maker = _Maker(llama, engine, layout, device)
+    maker = _Maker(llama, engine, layout, device, shares=device.kind == "cpu" and not decodes)
     sizes = graph_sizes(engine.max_sequences) if decodes and engine.cuda_graphs and runs_triton(device.torch) else ()
-    shape = BlockShape.of(llama.config, engine.block_size, llama.dtype.itemsize)
     lines: tuple[str, ...] = ("not even the largest steps fit beside the weights",)
     try:
         if device.kind == "cuda" and share < 1:
             device.limit(math.floor(device.memory().total * share) - CUDA_OVERHEAD)
-        sizing = size_cache(engine.kv_memory, shape, maker.budget(sizes, share), llama.config.max_positions)
+        sizing = size_cache(engine.kv_memory, maker.shape, maker.budget(sizes, share), llama.config.max_positions)
         for line in (lines := sizing.lines):
             logger.info(line)
         cache, store = maker.cache(sizing.blocks)
@@ -73,11 +73,11 @@ def prepare(
         runner = Runner(llama, cache, store, maker.graphs(cache, sizes)) if sizes else eager
         if device.kind == "cuda":
             maker.rehearse(eager)  # what was worked out is tried, before the replica says that it is there
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        more = ", or give its pool more of a GPU (num_gpus)" if device.kind == "cuda" else ""
         raise ConfigError(
             f"the memory of {device.torch} is used up while the replica starts: {'; '.join(lines)}; set "
-            "engine.kv_memory, max_batched_tokens or max_sequences to less, or give its pool more of a GPU (num_gpus): "
-            + str(error).splitlines()[0]
+            f"engine.kv_memory, max_batched_tokens or max_sequences to less{more}: {str(error).splitlines()[0]}"
         ) from error
     return Prepared(sizing, cache, store, runner, eager)
 
@@ -85,11 +85,14 @@ def prepare(
 class _Maker:
     """What is made twice: on the null block alone to see what it takes, and then to be used."""
 
-    def __init__(self, llama: Llama, engine: EngineConfig, layout: Layout, device: Device) -> None:
+    def __init__(self, llama: Llama, engine: EngineConfig, layout: Layout, device: Device, shares: bool) -> None:
         self._llama, self._engine, self._layout, self._device = llama, engine, layout, device
+        self._shares = shares
+        self.shape = BlockShape.of(llama.config, engine.block_size, llama.dtype.itemsize)
 
     def cache(self, blocks: int) -> tuple[KvCache, Blocks]:
         c, device = self._llama.config, self._device
+        share = host_share.share(blocks + 1, self.shape.bytes) if self._shares else None
         cache = KvCache(
             blocks,
             c.layers,
@@ -99,8 +102,9 @@ class _Maker:
             self._llama.dtype,
             self._layout,
             device.torch,
+            None if share is None else torch.from_numpy(share.blocks),
         )
-        return cache, HostBlocks(cache) if device.kind == "cpu" else StagedBlocks(cache, device)
+        return cache, HostBlocks(cache, share) if device.kind == "cpu" else StagedBlocks(cache, device)
 
     def graphs(self, cache: KvCache, sizes: tuple[int, ...]) -> DecodeGraphs:
         began = time.monotonic()

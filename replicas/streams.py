@@ -26,6 +26,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 
 from bifolio.kv_manager.pull import PrefillClient
+from bifolio.kv_manager.tls import Tls
 from bifolio.protos.errors import BifolioError, Resumable, Revoked, StalePlacement
 from bifolio.protos.messages import Delta, Generation, Lease, Placement, Request, Start
 
@@ -55,7 +56,9 @@ class Streams:
         self._open: dict[Generation, tuple[Attempt, Choice]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # that close leases
         self._threads = ThreadPoolExecutor(max_sequences + 2, thread_name_prefix="pull")
-        self._client = PrefillClient(core.store)
+        self._client = PrefillClient(
+            core.parts, core.meter, tls=Tls.of(core.kv.tls), copies=core.kv.copies, vocabulary=core.vocabulary
+        )
 
     async def stop(self) -> None:
         """After the last `generate`: returns when every lease is closed."""
@@ -157,6 +160,7 @@ class Streams:
             salt=request.salt,
             prompt_logprobs=attempt.prompt_logprobs,
             memory=attempt.placement.prefill_memory,
+            secret=attempt.placement.prefill_secret,
         )
         attempt.pull = self._client.pull(attempt.placement.prefill_address, start)
         attempt.pulled = self._loop.run_in_executor(self._threads, attempt.pull.run, first.lease.blocks)

@@ -7,8 +7,8 @@ the same tokens, and compute as the engine does:
     batch         several sequences in common steps, each at another place: prompts beside answers
     resumed       prompt and half of the answer computed as one prompt, as after a preemption or a lost replica
     cached        the prompt from its last block on, the blocks before from a sequence that had the same prompt
-    split         the prompt on another replica, its KV blocks moved here by the Prefill stream: as messages, and on a
-                  GPU once more by copies on the device
+    split         the prompt on another replica, its KV blocks moved here by the Prefill stream: as frames, and once
+                  more copied out of its memory, where that can be reached
     graph         where decode steps are recorded: replayed ones against the same ones launched kernel by kernel
     float32       where a GPU or its kernels compute: the tokens through the CPU's float32 kernels (`verify_float32.py`)
 
@@ -25,7 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bifolio.kv_manager.block_store import Unreached
 from bifolio.kv_manager.pull import PrefillClient
+from bifolio.kv_manager.secret import sign
 from bifolio.kv_manager.transfer import PrefillServer
 from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import BlockId, Generation, Lease, ReplicaId, RequestId, Start
@@ -115,9 +117,9 @@ class Verifier:
         self._prefill.start(self._jobs.deliver)
         self._server = PrefillServer(self._jobs, 1)
         self._address = f"127.0.0.1:{self._server.start()}"
-        self._client = PrefillClient(self._decode.store)
+        self._client = PrefillClient(self._decode.parts, self._decode.meter, vocabulary=self._decode.vocabulary)
         handle = self._prefill.store.export()
-        self._shared = b"" if isinstance(self._decode.store.reach(handle), str) else handle
+        self._shared = b"" if isinstance(self._decode.store.reach(handle), Unreached) else handle
         self._leases = 0
 
     def __enter__(self) -> Verifier:
@@ -160,7 +162,7 @@ class Verifier:
         yield self._cached(Way("cached"), answers, tick)
         yield self._split(Way("split"), answers, tick, b"")
         if self._shared:
-            yield self._split(Way("split, on the device"), answers, tick, self._shared)
+            yield self._split(Way("split, copied"), answers, tick, self._shared)
         if self._graphs:
             yield self._replayed(Way("graph", "eager"), answers, tick)
         if self.float32 is not None and not self.float32.missing:
@@ -201,11 +203,18 @@ class Verifier:
         return way
 
     def _split(self, way: Way, answers: Sequence[Answer], tick: Tick, memory: bytes) -> Way:
+        copied = self._copied
         for a in answers:
             again = self._again(a, 1)
             self._pull(again, memory)
             self._compare(way, [again], [a], tick)
+        assert self._copied - copied == (len(answers) if memory else 0), "blocks came in another way than is said"
         return way
+
+    @property
+    def _copied(self) -> int:
+        """Prompts whose blocks were copied."""
+        return self._decode.meter.read().ways.get("copied", 0)
 
     def _replayed(self, way: Way, answers: Sequence[Answer], tick: Tick) -> Way:
         """Recorded steps are as wide as eager ones, or a linear library might choose another kernel; but a part of
@@ -268,7 +277,7 @@ class Verifier:
                 sequence.take(next(left))
 
     def _pull(self, sequence: _Sequence, memory: bytes) -> None:
-        """Have the prompt prefilled by the other replica, and its blocks moved: from its `memory`, or as messages."""
+        """Have the prompt prefilled by the other replica, and its blocks moved: copied, from its `memory`, or sent."""
         self._leases += 1
         count = -(-len(sequence.prompt) // self._decode.cache.block_size)
         blocks = tuple(BlockId(block) for block in range(1, count + 1))
@@ -281,6 +290,7 @@ class Verifier:
             self._decode.geometry,
             arrival=0.0,
             memory=memory,
+            secret=sign(self._prefill.secret, lease),
         )
         commit = self._client.pull(self._address, start).run([BlockId(block) for block in sequence.blocks[:count]])
         sequence.computed = len(sequence.prompt)

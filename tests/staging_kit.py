@@ -9,6 +9,7 @@ from transfer_kit import DONE, ScriptedSource, start
 
 from bifolio.replicas.block_stores import StagedBlocks
 from bifolio.replicas.delayed_device import DelayedDevice
+from bifolio.replicas.host_share import HostShare
 from bifolio.replicas.kv_cache import KvCache
 
 
@@ -18,8 +19,18 @@ def small_cache(blocks: int = 6, dtype: torch.dtype = torch.bfloat16) -> KvCache
 
 
 def large_cache(blocks: int = 4) -> KvCache:
-    """Blocks of a little more than MAX_PAYLOAD: two frames each."""
+    """Blocks of a little more than MAX_PAYLOAD."""
     return KvCache(blocks, layers=9, kv_heads=2, block_size=64, head_dim=128, dtype=torch.float32)
+
+
+def shared_cache(large: bool = False) -> tuple[KvCache, HostShare]:
+    """One as above, in memory that others reach."""
+    plain = large_cache(4) if large else small_cache(6)
+    share, layer = HostShare(len(plain.bytes), plain.block_bytes), plain.layer(0)
+    layers = plain.block_bytes // (layer[0].numel() * layer.itemsize)
+    memory = torch.from_numpy(share.blocks)
+    sizes = (plain.blocks, layers, layer.shape[2], plain.block_size, layer.shape[4])
+    return KvCache(*sizes, plain.dtype, memory=memory), share
 
 
 def block_of(cache: KvCache, block: int) -> bytes:

@@ -11,13 +11,18 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import Any
 
 import grpc
 
+from bifolio.kv_manager.block_store import BlockStore, Copy, Unreached, Write
+from bifolio.kv_manager.heads import Part, whole
 from bifolio.kv_manager.memory_store import MemoryStore
+from bifolio.kv_manager.outbox import Outbox
 from bifolio.kv_manager.pull import PrefillClient, Pull
-from bifolio.kv_manager.transfer import BlockStore, Copy, Prefilled, PrefillServer, Write
-from bifolio.kv_manager.wire import METHOD, SERVICE, pieces, unpack
+from bifolio.kv_manager.traffic import TrafficMeter
+from bifolio.kv_manager.transfer import Prefilled, PrefillServer
+from bifolio.kv_manager.wire import MAX_PAYLOAD, METHOD, SERVICE, cuts, unpack
 from bifolio.protos.errors import Revoked
 from bifolio.protos.messages import BlockId, Commit, Generation, Geometry, RequestId, Start
 
@@ -55,13 +60,14 @@ def filled_store(block_bytes: int, blocks: int = 4) -> MemoryStore:
 def put(store: BlockStore, block: int, content: bytes) -> None:
     """Write a whole block."""
     with store.writing() as write:
-        for begin, end in pieces(store.block_bytes):
+        for [(_, begin, end)] in cuts(range(1), store.block_bytes, MAX_PAYLOAD):
             write(BlockId(block), begin, content[begin:end])
 
 
 def content(store: BlockStore, block: int) -> bytes:
     """Read a whole block."""
-    return b"".join(map(bytes, store.read([(BlockId(block), *piece) for piece in pieces(store.block_bytes)])))
+    spans = [[(BlockId(block), *span[1:]) for span in cut] for cut in cuts(range(1), store.block_bytes, MAX_PAYLOAD)]
+    return b"".join(bytes(view) for views in store.read(spans) for view in views)
 
 
 class ScriptedJob:
@@ -104,10 +110,17 @@ class ScriptedSource:
 
     def __init__(self, store: BlockStore, *steps: int | Prefilled | Exception) -> None:
         self.store = store
+        self.geometry = GEOMETRY
+        self.meter = TrafficMeter()
+        self.several: tuple[Part, ...] = ()
         self.steps = steps
         self.refusal: Exception | None = None
         self.jobs: list[ScriptedJob] = []
         self._begun: SimpleQueue[ScriptedJob] = SimpleQueue()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.several or whole(self.store, self.geometry)
 
     def begin(self, start: Start) -> ScriptedJob:
         if self.refusal is not None:
@@ -150,17 +163,19 @@ class ReachingStore(MemoryStore):
         super().__init__(blocks, block_bytes)
         self.others = {name.encode(): store for name, store in others.items()}
         self.tried: list[bytes] = []
+        self.owners: list[Generation] = []  # as they were said
         self.copies = 0
         self.begun = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
-    def reach(self, memory: bytes) -> Copy | str:
+    def reach(self, memory: bytes) -> Copy | Unreached:
         self.tried.append(memory)
         if (other := self.others.get(memory)) is None:
-            return "no such store"
+            return Unreached("hidden", "no such store")
 
-        def copy(source: BlockId, block: BlockId) -> None:
+        def copy(source: BlockId, owner: Generation, block: BlockId) -> None:
+            self.owners.append(owner)
             self.begun.set()
             assert self.gate.wait(WAIT)
             self._write(block, 0, content(other, source))
@@ -178,15 +193,25 @@ class SharedStore(MemoryStore):
         raise AssertionError("a payload was asked for")
 
 
+def outbox_of(start: Start, store: BlockStore, says: Iterable[object] = (), window: int = 9) -> Outbox:
+    """That of a stream whose client `says` so."""
+    said = iter(says)
+    return Outbox(start, GEOMETRY, whole(store, GEOMETRY), lambda _: next(said, None), TrafficMeter(), window)
+
+
 @contextmanager
-def serving(source: ScriptedSource, max_streams: int = 4, window: int = 8, keepalive_s: float = 5.0) -> Iterator[str]:
-    """A PrefillServer's address. In the end every job has been left exactly once."""
-    server = PrefillServer(source, max_streams, window, keepalive_s=keepalive_s)
+def serving(
+    source: ScriptedSource, max_streams: int = 4, window: int = 8, keepalive_s: float = 5.0, **options: Any
+) -> Iterator[str]:
+    """A PrefillServer's address. In the end every job has been left exactly once, and nothing is under way."""
+    server = PrefillServer(source, max_streams, window, keepalive_s=keepalive_s, **options)
     try:
         yield f"127.0.0.1:{server.start()}"
     finally:
         server.stop(grace=WAIT)
     assert server.active == 0
+    traffic = source.meter.read()
+    assert (traffic.streams, traffic.in_flight) == (0, 0)
     assert [job.times_left for job in source.jobs] == [1] * len(source.jobs)
 
 
@@ -212,8 +237,10 @@ def raw_serving(answer: Callable[[Start], Iterable[bytes]]) -> Iterator[str]:
 
 
 @contextmanager
-def client_of(store: BlockStore, keepalive_s: float = 5.0) -> Iterator[PrefillClient]:
-    client = PrefillClient(store, keepalive_s)
+def client_of(
+    store: BlockStore, keepalive_s: float = 5.0, meter: TrafficMeter | None = None, **options: Any
+) -> Iterator[PrefillClient]:
+    client = PrefillClient(whole(store, GEOMETRY), meter or TrafficMeter(), keepalive_s=keepalive_s, **options)
     try:
         yield client
     finally:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from bifolio import kernels
 from bifolio.cluster.config import ClusterConfig, load, resolved, schema, show
+from bifolio.kv_manager.config import TlsConfig
 from bifolio.protos.errors import ConfigError
 from bifolio.replicas import config
 
@@ -53,6 +54,22 @@ def test_a_password_of_redis_is_shown_where_it_is_read_back_and_nowhere_else(tmp
     with pytest.raises(ConfigError) as refused:
         load_text(tmp_path, "redis: {url: 'redis://:s3cret@localhost:6380/one'}")
     assert "s3cret" not in refused.value.message
+
+
+TLS = "kv: {tls: {ca: /tls/ca.pem, certificate: /tls/replica.pem, key: /tls/replica.key}}"
+
+
+def test_files_of_tls_are_read_back_and_their_name_has_a_default(tmp_path: Path) -> None:
+    config = load_text(tmp_path, TLS)
+    assert config.kv.tls is not None
+    assert (config.kv.tls.key, config.kv.tls.name) == ("/tls/replica.key", "bifolio")
+    assert load_text(tmp_path, show(config)) == config
+    assert load_text(tmp_path, show(load())).kv.tls is None
+
+
+def test_tls_is_whole_or_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv\.tls\.key: is missing; allowed: a text"):
+        load_text(tmp_path, "kv: {tls: {ca: /ca.pem, certificate: /replica.pem}}")
 
 
 def test_overrides_win_and_reach_any_depth(tmp_path: Path) -> None:
@@ -188,6 +205,14 @@ def test_the_kernels_to_choose_from_are_those_there_are() -> None:
             "pools: {decode: {replicas: 0}}",
             "pools.decode.replicas: got 0; allowed: a whole number, at least 1",
         ),
+        ("kv: {tls: on}", "kv.tls: got True; allowed: an object with any of ca, certificate, key, name, or null"),
+        ("kv: {tls: {certificat: /a}}", "kv.tls.certificat: unknown name; did you mean kv.tls.certificate?"),
+        (
+            "kv: {tls: {ca: /a, certificate: /b, key: c.key}}",
+            "kv.tls.key: 'c.key' is not an absolute path; needed is one, the same on every machine",
+        ),
+        ("kv: {copies: 1}", "kv.copies: got 1; allowed: true or false"),
+        ("kv: {stall_s: 0}", "kv.stall_s: got 0; allowed: a number, at least 0.1, at most 600"),
         ("kv: {heartbeat_s: .nan}", "kv.heartbeat_s: got nan; allowed: a number, at least"),
         ("redis: {url: 6379}", "redis.url: got 6379; allowed: redis://[:PASSWORD@]HOST[:PORT][/DATABASE], rediss://"),
         (
@@ -238,6 +263,7 @@ def test_every_field_is_described_and_bounded() -> None:
                 assert len(field.metadata) >= 2, f"{cls.__name__}.{name} has no range"
 
     walk(ClusterConfig)
+    assert all(field.description for field in TlsConfig.model_fields.values())
 
 
 def test_the_schema_describes_every_section() -> None:

@@ -6,35 +6,19 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from status_kit import EPOCH, RECEIVED, SENT, status
 
 from bifolio.cluster.metrics import render
 from bifolio.kv_manager.admission import AdmissionQueue
-from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.kv_manager.snapshot import snapshot
-from bifolio.kv_manager.tags import BlockTags
-from bifolio.protos.messages import Ask, Geometry, ReplicaId, ReplicaInfo, RequestId
-
-EPOCH = 1_796_045_543_970_481_913
-GEOMETRY = Geometry("m", 1, 1, 8, 4, "float32")
-CONFIG = KvConfig(admission_queue=2)
+from bifolio.protos.messages import Traffic
 
 
 @pytest.fixture
 def state() -> dict[str, Any]:
-    """Of a decode replica with a lease of three blocks, and two that wait for more than there is."""
-    ledger, queue = Ledger(EPOCH, CONFIG), AdmissionQueue(CONFIG)
-    ledger.register(ReplicaInfo(ReplicaId("d"), "decode", GEOMETRY, 8), BlockTags(ReplicaId("d"), 8).report(0), 0)
-    for name, tokens in (("a", 11), ("b", 28), ("c", 28), ("d", 28)):
-        queue.push(Ask(RequestId(name), tokens, tokens + 1, 0.0, tenant=name), 0)
-        queue.pump(lambda ask, kept: ledger.admit(ask, 0, kept), 0)
-    return {
-        **snapshot(ledger),
-        "waiting": len(queue),
-        "queue": queue.snapshot(3.5),
-        "store": {"where": "memory", "answers": True},
-        "model": "served",
-    }
+    """Of a decode replica that has moved nothing."""
+    return status({("d", "decode"): Traffic()})
 
 
 def values(text: bytes) -> dict[str, float]:
@@ -60,6 +44,12 @@ def test_everything_is_there_by_its_name(state: dict[str, Any]) -> None:
         "bifolio_leases_revoked|d|decode": 0,
         "bifolio_queued_tokens|d|decode": 0,
         "bifolio_prefill_tokens_per_second|d|decode": 0,
+        "bifolio_transfer_streams|d|decode": 0,
+        "bifolio_transfer_frames_in_flight|d|decode": 0,
+        "bifolio_transfer_bytes_total|d|decode": 0,
+        "bifolio_transfer_frames_total|d|decode": 0,
+        "bifolio_transfer_moving_seconds_total|d|decode": 0,
+        "bifolio_transfer_streams_done_total|d|decode": 0,
         "bifolio_manager_start_time_seconds": pytest.approx(EPOCH / 1e9),
         "bifolio_store_up": 1,
         "bifolio_waiting": 2,
@@ -76,6 +66,34 @@ def test_everything_is_there_by_its_name(state: dict[str, Any]) -> None:
         "bifolio_prefix_asked_tokens_total": 11,
         "bifolio_prefix_hit_tokens_total": 0,
         "bifolio_evicted_blocks_total": 0,
+    }
+
+
+def test_transfers_are_told_of_both_sides() -> None:
+    got = values(render(status({("p", "prefill"): SENT, ("d", "decode"): RECEIVED})))
+    prefix = "bifolio_transfer_"
+    assert {name.removeprefix(prefix): value for name, value in got.items() if name.startswith(prefix)} == {
+        "streams|p|prefill": 1,
+        "streams|d|decode": 0,
+        "frames_in_flight|p|prefill": 3,
+        "frames_in_flight|d|decode": 0,
+        "bytes_total|p|prefill": 51_086_622_720,
+        "bytes_total|d|decode": 613_000_000,
+        "frames_total|p|prefill": 48_720,
+        "frames_total|d|decode": 615,
+        "moving_seconds_total|p|prefill": 20,
+        "moving_seconds_total|d|decode": 0.25,
+        "streams_done_total|p|prefill": 1214,
+        "streams_done_total|d|decode": 15,
+        "streams_failed_total|StalePlacement|p|prefill": 1,
+        "streams_failed_total|cancelled|p|prefill": 2,
+        "ways_total|p|prefill|copied": 1100,
+        "ways_total|p|prefill|sent": 118,
+        "ways_total|d|decode|copied": 12,
+        "ways_total|d|decode|sent: hidden": 3,
+        "stalled_seconds_total|p|prefill|start": 0.25,
+        "stalled_seconds_total|p|prefill|acks": 12.5,
+        "stalled_seconds_total|d|decode|frames": 31.5,
     }
 
 

@@ -36,12 +36,12 @@ def test_exact_mode_is_verified_in_every_way(glassllm_dir: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "float32, exact on, threads 1; 8 prompts of 5 to 112 tokens, 16 tokens each" in done.stdout
     rows = _rows(done.stdout)
-    for way in ("in chunks of 32", "in chunks of 256", "in a batch of 8", "cached", "split"):
+    for way in ("in chunks of 32", "in chunks of 256", "in a batch of 8", "cached", "split", "split, copied"):
         assert rows[way] == ["128", "128", "0", "0.00%", "0", "0"]
     assert rows["resumed"] == ["64", "64", "0", "0.00%", "0", "0"]
     assert rows["by transformers"] == ["128", "", "0", "0.00%", "", ""]
-    assert len(rows) == 7  # no steps are recorded on a CPU, and it is its float32 that computes
-    assert "0 differences in 704 token comparisons" in done.stdout
+    assert len(rows) == 8  # no steps are recorded on a CPU, and it is its float32 that computes
+    assert "0 differences in 832 token comparisons" in done.stdout
 
 
 def test_in_bfloat16_flips_are_counted_and_are_no_failure(glassllm_dir: Path) -> None:
@@ -65,7 +65,7 @@ def test_the_native_kernels_are_exact_in_every_dtype_and_torch_in_float32(
     done = _run("-m", "bifolio.cluster.cli", "verify", "--model", str(glassllm_dir), "--exact", *options)
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
-    assert "0 differences in 704 token comparisons" in done.stdout
+    assert "0 differences in 832 token comparisons" in done.stdout
 
 
 def test_a_difference_is_found_and_is_the_exit_status(glassllm_dir: Path) -> None:

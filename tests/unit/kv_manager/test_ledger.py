@@ -6,12 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ledger_kit import CONFIG, GEOMETRY, Side, ask, grown, info, placed
+from ledger_kit import CONFIG, Side, ask, grown, info, placed
 from pydantic import ValidationError
 
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.ledger import Ledger
-from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Unavailable
+from bifolio.kv_manager.secret import proves
+from bifolio.kv_manager.snapshot import snapshot
+from bifolio.protos.errors import DoesNotFit, Unavailable
 from bifolio.protos.messages import (
     ReplicaId,
     Reply,
@@ -19,36 +21,6 @@ from bifolio.protos.messages import (
 )
 
 # -- registration
-
-
-def test_same_model_of_another_geometry_is_refused(ledger: Ledger, decode: Side) -> None:
-    other = replace(info("e"), geometry=replace(GEOMETRY, block_size=16))
-    with pytest.raises(GeometryMismatch, match=r"e \(.*block_size=16.*d \(.*block_size=4"):
-        Side(ledger, other)
-    assert [r.id for r in ledger.replicas()] == ["d"]
-
-
-def test_another_layout_is_refused_and_both_are_named(ledger: Ledger, decode: Side) -> None:
-    other = replace(info("e"), geometry=replace(GEOMETRY, layout="packed"))
-    with pytest.raises(GeometryMismatch, match=r"e \(.*layout=packed.*d \(.*layout=plain"):
-        Side(ledger, other)
-
-
-def test_other_models_are_other_groups(ledger: Ledger, decode: Side) -> None:
-    other = replace(GEOMETRY, fingerprint="other", block_size=16)
-    Side(ledger, replace(info("p", "prefill"), geometry=other))
-    assert placed(ledger, ask("a", 24)).prefill is None
-    assert ledger.geometries() == (GEOMETRY, other)
-
-
-def test_a_request_with_tokens_stays_with_its_model(ledger: Ledger) -> None:
-    Side(ledger, replace(info("e"), geometry=replace(GEOMETRY, fingerprint="other")))
-    assert ledger.admit(ask("a", model="m"), 0) is None
-    Side(ledger, info("d", max_sequences=1))
-    placement = placed(ledger, ask("a", model="m"))
-    assert (placement.decode.replica, placement.model) == ("d", "m")
-    assert ledger.admit(ask("b", model="m"), 0) is None  # e has room
-    assert placed(ledger, ask("c")).model == "other"
 
 
 def test_registration_adopts_the_leases_it_reports(ledger: Ledger, decode: Side) -> None:
@@ -111,6 +83,21 @@ def test_prefill_gets_room_for_the_history(ledger: Ledger, decode: Side) -> None
     assert (len(placement.prefill.blocks), len(placement.decode.blocks)) == (6, 7)
     assert (placement.prefill_address, placement.prefill_memory) == ("p:1", b"memory of p")
     assert placement.prefill.generation > placement.decode.generation
+
+
+def test_a_placement_proves_its_lease_to_the_prefill_replica(ledger: Ledger, decode: Side) -> None:
+    key = bytes(range(16))
+    Side(ledger, replace(info("p", "prefill"), secret=key)).serve(ask("a", text=1, tokens=24))
+    placement = placed(ledger, ask("b", text=1, tokens=24))
+    assert placement.prefill is not None
+    assert placement.prefill.cached > 0
+    assert proves(placement.prefill_secret, key, placement.prefill)
+    assert placement.prefill_secret.hex() not in repr(placement)
+    assert key.hex() not in str(snapshot(ledger)) + repr(ledger.replicas())
+
+
+def test_what_decode_computes_itself_has_no_secret(ledger: Ledger, decode: Side) -> None:
+    assert placed(ledger, ask("a")).prefill_secret == b""
 
 
 def test_without_decode_replicas_it_is_not_now(ledger: Ledger) -> None:

@@ -14,6 +14,7 @@ import pytest
 import transfer_kit
 from transfer_kit import (
     DONE,
+    GEOMETRY,
     WAIT,
     GatedStore,
     ReachingStore,
@@ -30,15 +31,23 @@ from transfer_kit import (
 )
 
 from bifolio.kv_manager.memory_store import MemoryStore
-from bifolio.kv_manager.wire import HEADER, Ack, Complete, Frame, pack, pack_frame
+from bifolio.kv_manager.wire import ENVELOPE, FRAME, Ack, Complete, Frame, pack, pack_frame
 from bifolio.protos.errors import ReplicaGone, TransferFailed
-from bifolio.protos.messages import Commit, Generation
+from bifolio.protos.messages import Commit, Generation, Heads
 
 SIZE = 64
 START = start()
-FRAMES = [Frame(START.generation, i, i, 0, memoryview(bytes([i]) * SIZE)) for i in range(3)]
-COMMIT = Commit(START.generation, 10, 0, 3, 3, 3 * SIZE, b"\0" * 4)
-GOOD = [*map(pack_frame, FRAMES), pack(COMMIT)]
+ALL = Heads(0, 1)
+FRAMES = [Frame(START.generation, i, ALL, i, 0, memoryview(bytes([i]) * SIZE)) for i in range(3)]
+COMMIT = Commit(START.generation, GEOMETRY, GEOMETRY.layer_names, (ALL,), 10, 0, 3, 3, 3 * SIZE, b"\0" * 4)
+PAYLOAD = ENVELOPE.size + FRAME.size  # where it begins
+
+
+def packed(frame: Frame) -> bytes:
+    return pack_frame(frame.generation, frame.index, frame.heads, frame.position, frame.offset, [frame.payload])
+
+
+GOOD = [*map(packed, FRAMES), pack(COMMIT)]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +62,7 @@ def pull_from(messages: list[bytes]) -> Commit:
 
 
 COPIED = start(memory=b"theirs")
-WORDS = [Complete(START.generation, i, i) for i in range(3)]
+WORDS = [Complete(START.generation, i, i, 1, Generation(1, i)) for i in range(3)]
 GOOD_COPY = [*map(pack, WORDS), pack(COMMIT)]
 
 
@@ -74,28 +83,31 @@ def test_a_good_stream_is_committed():
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        ([GOOD[0], flipped(GOOD[1], HEADER.size + 5), *GOOD[2:]], "checksum"),
-        ([GOOD[0], flipped(GOOD[1], HEADER.size - 1), *GOOD[2:]], "checksum"),
+        ([GOOD[0], flipped(GOOD[1], PAYLOAD + 5), *GOOD[2:]], "checksum"),
+        ([GOOD[0], flipped(GOOD[1], PAYLOAD - 1), *GOOD[2:]], "checksum"),
         ([GOOD[0], *GOOD[2:]], "frame 2 arrived where frame 1 was due"),
         ([GOOD[0], *GOOD], "frame 0 arrived where frame 1 was due"),
         ([GOOD[1], GOOD[0], *GOOD[2:]], "frame 1 arrived where frame 0 was due"),
-        ([GOOD[0][:-1], *GOOD[1:]], "carries 63 bytes"),
-        ([GOOD[0][:20], *GOOD[1:]], "shorter than its header"),
-        ([pack_frame(replace(FRAMES[0], generation=Generation(7, 8))), *GOOD[1:]], "lease 7.8"),
-        ([pack_frame(replace(FRAMES[0], position=3)), *GOOD[1:]], "block 3"),
-        ([GOOD[0], pack_frame(replace(FRAMES[1], position=0)), *GOOD[2:]], "of block 0"),
-        ([pack_frame(replace(FRAMES[0], offset=8)), *GOOD[1:]], "due were 0..64"),
+        ([GOOD[0][:-1], *GOOD[1:]], "checksum"),
+        ([GOOD[0][:8], *GOOD[1:]], "shorter than what each begins with"),
+        ([packed(replace(FRAMES[0], generation=Generation(7, 8))), *GOOD[1:]], "lease 7.8"),
+        ([packed(replace(FRAMES[0], position=3)), *GOOD[1:]], "block 3"),
+        ([GOOD[0], packed(replace(FRAMES[1], position=0)), *GOOD[2:]], "of block 0"),
+        ([packed(replace(FRAMES[0], offset=8)), *GOOD[1:]], "due were at most 192 from 0 of block 0"),
+        ([packed(replace(FRAMES[0], heads=Heads(1, 1))), *GOOD[1:]], r"frame 0 is of heads 1\.\.1"),
         (GOOD[:3], "without a commit"),
         ([], "without a commit"),
         ([*GOOD[:2], GOOD[3]], "the commit says frames 3"),
-        ([*GOOD[:2], pack(replace(COMMIT, frames=2, payload_bytes=2 * SIZE))], "0 of 64 bytes of block 2"),
+        ([*GOOD[:2], pack(replace(COMMIT, frames=2, payload_bytes=2 * SIZE))], "128 of 192 bytes"),
+        ([*GOOD[:3], pack(replace(COMMIT, layers=()))], "of layers none, due layers.0.self_attn"),
+        ([*GOOD[:3], pack(replace(COMMIT, geometry=replace(GEOMETRY, dtype="int8")))], "dtype=int8"),
         ([*GOOD[:3], pack(replace(COMMIT, tokens=8))], "the commit says tokens 8"),
         ([*GOOD[:3], pack(replace(COMMIT, logits=b""))], "logits"),
         ([*GOOD[:3], pack(replace(COMMIT, generation=Generation(8, 9)))], "lease 8.9"),
         ([*GOOD, GOOD[3]], "Commit is out of place"),
         ([*GOOD, GOOD[0]], "Frame is out of place"),
-        ([GOOD[0], b"\x7fgarbage"], "unknown kind"),
-        ([b""], "unknown kind"),
+        ([GOOD[0], b"\x7fgarbage and more"], "checksum"),
+        ([b""], "a message of 0 bytes"),
         ([pack(START), *GOOD], "Start is out of place"),
         ([pack(Ack(0)), *GOOD], "Ack is out of place"),
     ],
@@ -114,14 +126,14 @@ def test_a_good_stream_of_copies_is_committed():
     [
         (GOOD, "a Frame came where blocks are copied"),
         ([GOOD_COPY[0], GOOD[1], *GOOD_COPY[2:]], "a Frame came where blocks are copied"),
-        ([GOOD_COPY[0][:-1], *GOOD_COPY[1:]], "takes 25 bytes"),
+        ([GOOD_COPY[0][:-1], *GOOD_COPY[1:]], "checksum"),
         ([GOOD_COPY[0], *GOOD_COPY[2:]], "frame 2 arrived where frame 1 was due"),
         ([GOOD_COPY[0], *GOOD_COPY], "frame 0 arrived where frame 1 was due"),
         ([pack(replace(WORDS[0], generation=Generation(7, 8))), *GOOD_COPY[1:]], "lease 7.8"),
         ([pack(replace(WORDS[0], position=3)), *GOOD_COPY[1:]], "block 3"),
         ([GOOD_COPY[0], pack(replace(WORDS[1], position=0)), *GOOD_COPY[2:]], "of block 0"),
         (GOOD_COPY[:3], "without a commit"),
-        ([*GOOD_COPY[:2], pack(replace(COMMIT, frames=2, payload_bytes=2 * SIZE))], "0 of 64 bytes of block 2"),
+        ([*GOOD_COPY[:2], pack(replace(COMMIT, frames=2, payload_bytes=2 * SIZE))], "128 of 192 bytes"),
         ([*GOOD_COPY[:3], pack(replace(COMMIT, payload_bytes=0))], "the commit says payload_bytes 0"),
         ([*GOOD_COPY, GOOD_COPY[0]], "Complete is out of place"),
     ],
@@ -149,7 +161,7 @@ def test_an_error_after_the_commit_is_an_error():
 
 def test_a_misfit_cancels_the_prefill_side():
     """A block larger than ours. `begin` should have refused it, but nothing relies on that."""
-    source = ScriptedSource(filled_store(2 * SIZE), 5)
+    source = ScriptedSource(filled_store(2 * SIZE), 5, 8)
     with serving(source) as address, client_of(MemoryStore(3, SIZE)) as client:
         with pytest.raises(TransferFailed):
             client.pull(address, START).run(ids(1, 2, 3))
@@ -195,7 +207,7 @@ threading.Event().wait()
 CLIENT = """
 import sys
 from transfer_kit import *
-PrefillClient(MemoryStore(3, 64)).pull(sys.argv[1], start()).run(ids(1, 2, 3))
+PrefillClient(whole(MemoryStore(3, 64), GEOMETRY), TrafficMeter()).pull(sys.argv[1], start()).run(ids(1, 2, 3))
 """
 
 
@@ -250,7 +262,7 @@ def test_a_replica_that_only_computes_for_long_is_not_lost():
         # grpc pings once a second at most, and the fourth would be one too many.
         assert not job.closed.wait(4.5)
         job.feed(DONE)
-        assert result.result(WAIT).frames == 3
+        assert result.result(WAIT).frames == 2  # a chunk of one block, and one of two
 
 
 def test_concurrent_pulls_share_a_connection_and_do_not_mix():

@@ -11,6 +11,7 @@ import pytest
 from transfer_kit import WAIT, ReachingStore, filled_store, no_threads_left
 
 from bifolio.kv_manager import regions
+from bifolio.kv_manager.block_store import Unreached
 from bifolio.kv_manager.regions import Regions
 
 LONG = 10 * WAIT  # a timer that is left running is noticed
@@ -37,21 +38,22 @@ def test_it_is_opened_once_for_all_who_use_it(store: ReachingStore, caplog: pyte
         assert again is first
     them.close()
     assert store.tried == [b"a", b"b"]
-    assert caplog.messages == [f"blocks of the prefill replica at p:{i} come on the device, by copies" for i in (1, 2)]
+    assert caplog.messages == [f"blocks of the prefill replica at p:{i} are copied out of its memory" for i in (1, 2)]
 
 
 def test_what_cannot_be_reached_is_tried_once(store: ReachingStore, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bifolio")
     them = Regions(store, idle_s=0)
     for _ in range(3):
-        for address, memory in (("p:1", b"c"), ("p:2", b"")):
-            with them.use(address, memory) as copy:
-                assert copy is None
+        for address, memory, reason in (("p:1", b"c", "hidden"), ("p:2", b"", "none")):
+            with them.use(address, memory) as found:
+                assert isinstance(found, Unreached)
+                assert found.reason == reason
     them.close()
     assert store.tried == [b"c"]
     assert caplog.messages == [
-        "blocks of the prefill replica at p:1 come through the host: no such store",
-        "blocks of the prefill replica at p:2 come through the host: it shares no memory",
+        "blocks of the prefill replica at p:1 are sent: no such store",
+        "blocks of the prefill replica at p:2 are sent: it shares no memory",
     ]
 
 
@@ -60,7 +62,7 @@ def test_another_replica_at_the_address_is_another_memory(store: ReachingStore) 
     with them.use("p:1", b"a") as old, them.use("p:1", b"b") as new, them.use("p:1", b"b") as same:
         assert old is not new is same
     with them.use("p:1", b"") as none:
-        assert none is None
+        assert isinstance(none, Unreached)
     them.close()
     assert store.tried == [b"a", b"b"]
 
@@ -78,13 +80,43 @@ def test_it_is_let_go_of_when_nobody_uses_it_and_opened_again(
         assert not gone.wait(0.05), "it is still used"
     assert gone.wait(WAIT)
     with them.use("p:1", b"a") as copy:
-        assert copy is not None
+        assert not isinstance(copy, Unreached)
     them.close()
     assert store.tried == [b"a", b"a"]
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("way", ["idle", "replaced", "pushed out", "closed"])
+def test_what_is_forgotten_goes_at_once_or_with_its_last_user(store: ReachingStore) -> None:
+    them, gone = Regions(store, LONG), threading.Event()
+    with them.use("p:1", b"a") as copy:
+        weakref.finalize(copy, gone.set)
+        them.forget("p:1")
+        with them.use("p:1", b"a") as again:
+            assert again is not copy
+        assert not gone.is_set(), "it is still used"
+        del copy
+    assert gone.is_set()
+    gone.clear()
+    weakref.finalize(again, gone.set)
+    del again
+    them.forget("p:1")
+    them.forget("p:2")  # which is unknown
+    assert gone.is_set()
+    them.close()
+    assert store.tried == [b"a", b"a"]
+
+
+def test_what_was_not_reached_is_tried_again_when_it_was_forgotten(store: ReachingStore) -> None:
+    them = Regions(store, LONG)
+    for _ in range(2):
+        with them.use("p:1", b"c"):
+            pass
+        them.forget("p:1")
+    them.close()
+    assert store.tried == [b"c", b"c"]
+
+
+@pytest.mark.parametrize("way", ["idle", "replaced", "pushed out", "forgotten", "closed"])
 def test_the_lock_is_free_while_it_is_closed(store: ReachingStore, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing may wait for the device: pulls from others go on meanwhile."""
     monkeypatch.setattr(regions, "MOST", 1)
@@ -109,6 +141,8 @@ def test_the_lock_is_free_while_it_is_closed(store: ReachingStore, way: str, mon
     elif way == "pushed out":
         with them.use("p:2", b"b"):
             pass
+    elif way == "forgotten":
+        them.forget("p:1")
     elif way == "closed":
         them.close()
     assert closed.wait(2 * WAIT)

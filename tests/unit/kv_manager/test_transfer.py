@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -13,6 +13,7 @@ import grpc
 import pytest
 from transfer_kit import (
     DONE,
+    GEOMETRY,
     LOGITS,
     WAIT,
     GatedStore,
@@ -25,14 +26,15 @@ from transfer_kit import (
     ids,
     in_thread,
     no_threads_left,
+    outbox_of,
     put,
     serving,
     start,
 )
 
 from bifolio.kv_manager.memory_store import MemoryStore
-from bifolio.kv_manager.transfer import Outbox, PrefillServer
-from bifolio.kv_manager.wire import METHOD, SERVICE, Ack, Complete, Frame, pack, unpack
+from bifolio.kv_manager.transfer import PrefillServer
+from bifolio.kv_manager.wire import MAX_COPY, METHOD, SERVICE, Ack, Complete, Frame, pack, unpack
 from bifolio.protos.errors import (
     BifolioError,
     DoesNotFit,
@@ -44,7 +46,7 @@ from bifolio.protos.errors import (
     StalePlacement,
     TransferFailed,
 )
-from bifolio.protos.messages import Commit, Start, TokenLogprobs
+from bifolio.protos.messages import Commit, Generation, Heads, Start, TokenLogprobs
 
 SMALL = 96
 LARGE = (2 << 20) + 96  # three frames a block
@@ -56,6 +58,11 @@ def _threads() -> Iterator[None]:
         yield
 
 
+def committed(skip: int, frames: int, size: int) -> Commit:
+    heads, layers = (Heads(0, 1),), GEOMETRY.layer_names
+    return Commit(start().generation, GEOMETRY, layers, heads, 10, skip, 3 - skip, frames, size, LOGITS, 0.5, 1.5)
+
+
 @pytest.mark.parametrize("block_bytes", [SMALL, LARGE])
 @pytest.mark.parametrize("skip", [0, 1, 3])
 def test_what_arrives_is_what_was_computed(block_bytes, skip):
@@ -64,8 +71,7 @@ def test_what_arrives_is_what_was_computed(block_bytes, skip):
         pull = client.pull(address, start(skip=skip))
         commit = pull.run(ids(2, 4, 1))
     frames = (3 - skip) * (1 if block_bytes == SMALL else 3)
-    assert commit == Commit(start().generation, 10, skip, 3 - skip, frames, (3 - skip) * block_bytes, LOGITS, 0.5, 1.5)
-    assert (pull.frames_received, pull.bytes_received) == (frames, commit.payload_bytes)
+    assert commit == committed(skip, frames, (3 - skip) * block_bytes)
     for here, there in list(zip((2, 4, 1), (3, 1, 2), strict=True))[skip:]:
         assert content(target, here) == content(source.store, there)
     for untouched in (3, *(2, 4, 1)[:skip]):
@@ -102,7 +108,7 @@ def test_blocks_arrive_before_the_last_chunk_is_computed():
         result = in_thread(client.pull(address, start()), ids(1, 2, 3))
         assert target.begun.wait(WAIT)  # of block position 0, while the job waits to be fed
         source.next_job().feed(DONE)
-        assert result.result(WAIT).frames == 3
+        assert result.result(WAIT).frames == 2  # a chunk of one block, and one of two
     assert target.writes == 3
 
 
@@ -110,11 +116,16 @@ def test_blocks_arrive_before_the_last_chunk_is_computed():
     ("cached", "skip", "at_once"), [(0, 0, []), (2, 0, [0, 1]), (2, 1, [1]), (1, 1, []), (1, 2, []), (2, 3, [])]
 )
 def test_what_is_cached_is_sent_at_once_unless_the_other_side_has_it(cached, skip, at_once):
-    outbox = Outbox(start(skip=skip), filled_store(SMALL), iter(()), window=9)
-    assert [unpack(frame).position for frame in outbox.send(4 * cached)] == at_once
-    assert [unpack(frame).position for frame in outbox.send(computed=10)] == list(range(max(cached, skip), 3))
-    commit = unpack(outbox.commit(DONE))
-    assert (commit.first_block, commit.block_count, commit.frames) == (skip, 3 - skip, 3 - skip)
+    outbox = outbox_of(start(skip=skip), filled_store(SMALL))
+    assert positions(outbox.send(4 * cached)) == at_once
+    assert positions(outbox.send(computed=10)) == list(range(max(cached, skip), 3))
+    commit = unpack(next(outbox.commit(DONE)))
+    assert (commit.first_block, commit.block_count) == (skip, 3 - skip)
+
+
+def positions(frames: Iterable[bytes]) -> list[int]:
+    """Of the blocks whose bytes are in these frames."""
+    return [position for frame in map(unpack, frames) for position, _, _ in frame.pieces(SMALL)]
 
 
 def test_no_more_than_a_window_is_ever_unacknowledged():
@@ -125,18 +136,26 @@ def test_no_more_than_a_window_is_ever_unacknowledged():
         for frame in range(9):
             assert sent - acked == 2
             acked = frame + 1
-            yield pack(Ack(frame))
+            yield Ack(frame)
 
-    outbox = Outbox(start(), filled_store(LARGE), requests(), window=2)
+    outbox = outbox_of(start(), filled_store(LARGE), requests(), window=2)
     for _ in outbox.send(computed=10):
         sent += 1
-    assert (sent, acked) == (9, 7)
+    assert (sent, acked) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("window", "asked"), [(1, [0, 1, 2, 3, 4, 5, 6]), (4, [1, 3, 5, 6]), (6, [2, 5, 6]), (99, [6])]
+)
+def test_an_ack_is_asked_for_twice_in_a_window_and_with_the_last_frame(window, asked):
+    outbox = outbox_of(start(), filled_store(LARGE), map(Ack, range(7)), window)
+    assert [frame.index for frame in map(unpack, outbox.send(computed=10)) if frame.due] == asked
 
 
 def test_a_window_of_one_is_enough():
     source, target = ScriptedSource(filled_store(LARGE), DONE), MemoryStore(4, LARGE)
     with serving(source, window=1) as address, client_of(target) as client:
-        assert client.pull(address, start()).run(ids(1, 2, 3)).frames == 9
+        assert client.pull(address, start()).run(ids(1, 2, 3)).frames == 7
 
 
 def shared_pair(block_bytes: int) -> tuple[SharedStore, ReachingStore]:
@@ -153,9 +172,8 @@ def test_what_can_be_reached_is_copied_and_never_sent(block_bytes, skip):
     with serving(ScriptedSource(theirs, 4, 8, DONE), window=1) as address, client_of(target) as client:
         pull = client.pull(address, start(skip=skip, memory=b"theirs"))
         commit = pull.run(ids(2, 4, 1))
-    blocks = 3 - skip
-    assert commit == Commit(start().generation, 10, skip, blocks, blocks, blocks * block_bytes, LOGITS, 0.5, 1.5)
-    assert (pull.frames_received, pull.bytes_received) == (blocks, blocks * block_bytes)
+    chunks = sum(end > skip for end in (1, 2, 3))
+    assert commit == committed(skip, chunks, (3 - skip) * block_bytes)
     del target.writing
     for here, there in list(zip((2, 4, 1), (3, 1, 2), strict=True))[skip:]:
         assert content(target, here) == content(target.others[b"theirs"], there)
@@ -221,19 +239,30 @@ def test_no_more_than_a_window_of_words_is_ever_unacknowledged():
         for frame in range(3):
             assert len(words) - frame == 2
             acked.append(frame)
-            yield pack(Ack(frame))
+            yield Ack(frame)
 
     words: list[bytes] = []
     acked: list[int] = []
-    outbox = Outbox(start(memory=b"theirs"), SharedStore(4, LARGE), requests(), window=2)
+    store = SharedStore(4, MAX_COPY)
+    store.own(ids(1, 2, 3), Generation(7, 3))
+    outbox = outbox_of(start(memory=b"theirs"), store, requests(), window=2)
     for word in outbox.send(computed=10):
         words.append(word)
-    assert list(map(unpack, words)) == [Complete(start().generation, i, i) for i in range(3)]
+    assert list(map(unpack, words)) == [Complete(start().generation, i, i, 1, Generation(7, 3)) for i in range(3)]
     assert acked == [0]
 
 
+def test_a_word_stands_for_blocks_of_one_owner_and_not_too_many_bytes():
+    store = SharedStore(5, MAX_COPY // 2)
+    store.own(ids(1, 2, 3), Generation(7, 3))
+    store.own(ids(4, 5), Generation(7, 4))
+    outbox = outbox_of(start(20, blocks=(1, 2, 3, 4, 5), memory=b"theirs"), store)
+    words = [(word.position, word.count, word.owner.counter) for word in map(unpack, outbox.send(computed=20))]
+    assert words == [(0, 2, 3), (2, 1, 3), (3, 2, 4)]
+
+
 def test_the_job_is_left_only_after_the_last_ack():
-    source = ScriptedSource(filled_store(SMALL), DONE)
+    source = ScriptedSource(filled_store(SMALL), 4, 8, DONE)
     with serving(source) as address, RawClient(address) as client:
         client.send(pack(start()))
         frames = [client.receive() for _ in range(3)]
@@ -400,7 +429,7 @@ def test_stopping_without_grace_cancels_the_streams():
     ],
 )
 def test_a_client_that_breaks_the_protocol_is_told_so(requests, caplog):
-    source = ScriptedSource(filled_store(SMALL), DONE)
+    source = ScriptedSource(filled_store(SMALL), 4, 8, DONE)
     with serving(source) as address, RawClient(address) as client:
         for request in requests:
             client.send(request)

@@ -11,6 +11,7 @@ import pytest
 
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.tags import BlockTags
+from bifolio.kv_manager.traffic import TrafficMeter
 from bifolio.protos.errors import StalePlacement
 from bifolio.protos.messages import (
     BlockId,
@@ -24,6 +25,7 @@ from bifolio.protos.messages import (
     Reply,
     Report,
     Speeds,
+    Traffic,
 )
 from bifolio.replicas import beat
 from bifolio.replicas.beat import Beat
@@ -61,6 +63,7 @@ class Core:
         self.replica = REPLICA
         self.tags = BlockTags(REPLICA, 8)
         self.speeds = Speeds(123.0, 0.5)
+        self.meter = TrafficMeter()
 
 
 def lease(counter: int, *blocks: int) -> Lease:
@@ -100,6 +103,16 @@ def test_a_replica_registers_with_a_complete_report_and_its_speeds(play: Callabl
     async def work(it: Beat, core: Core, manager: Manager) -> None:
         report = await manager.next("register")
         assert (report.beat, report.since, report.speeds) == (1, 0, Speeds(123.0, 0.5))
+
+    play(work)
+
+
+def test_every_report_says_what_has_been_moved(play: Callable[..., None]) -> None:
+    async def work(it: Beat, core: Core, manager: Manager) -> None:
+        assert (await manager.next("register")).traffic == Traffic()
+        core.meter.moved(frames=3, size=100, seconds=0.5)
+        it.drain()
+        assert (await manager.next("heartbeat")).traffic == Traffic(frames=3, bytes=100, moving_s=0.5)
 
     play(work)
 

@@ -11,13 +11,22 @@ from staging_kit import block_of, large_cache, small_cache
 from transfer_kit import content, put
 
 from bifolio.kv_manager.wire import MAX_PAYLOAD
+from bifolio.protos.messages import Generation
 from bifolio.replicas.block_stores import Blocks, HostBlocks, StagedBlocks
 from bifolio.replicas.delayed_device import DelayedDevice
 from bifolio.replicas.device import HostDevice
+from bifolio.replicas.host_share import HostShare
 from bifolio.replicas.kv_cache import KvCache
+
+
+def shared_host(cache: KvCache) -> HostBlocks:
+    """Others see its owners; its blocks may as well be here."""
+    return HostBlocks(cache, HostShare(len(cache.bytes), cache.block_bytes))
+
 
 STORES: dict[str, Callable[[KvCache], Blocks]] = {
     "host": HostBlocks,
+    "shared": shared_host,
     "staged": lambda cache: StagedBlocks(cache, HostDevice()),
     **{f"delayed-{seed}": lambda cache, seed=seed: StagedBlocks(cache, DelayedDevice(seed)) for seed in range(4)},
 }
@@ -56,23 +65,31 @@ def test_a_block_moves_as_bytes_with_all_its_layers(store_of, dtype):
         assert not target.layer(i)[4:].any()
 
 
-def test_spans_come_in_turn_as_flat_read_only_bytes(store_of, cache):
+def test_cuts_come_in_turn_as_flat_read_only_bytes(store_of, cache):
     store, size = store_of(cache), cache.block_bytes
-    spans = [(3, 0, size), (1, 4, 20), (1, 20, 21), (6, size - 8, size), (2, 0, size), (2, 5, 5)]
-    with closing(store.read(spans)) as views:
-        for (block, begin, end), view in zip(spans, views, strict=True):
-            assert (view.format, view.ndim, view.contiguous, view.readonly) == ("B", 1, True, True)
-            assert bytes(view) == block_of(cache, block)[begin:end]
+    cuts = [
+        [(3, 0, size)],
+        [(1, 4, 20), (6, size - 8, size), (1, 20, 21)],
+        [(2, 0, size), (4, 0, size), (3, 0, 5)],
+        [(2, 5, 5)],
+        [],
+        [(5, 1, size)],
+    ]
+    with closing(store.read(cuts)) as read:
+        for cut, views in zip(cuts, read, strict=True):
+            for view in views:
+                assert (view.format, view.ndim, view.contiguous, view.readonly) == ("B", 1, True, True)
+            assert b"".join(views) == b"".join(block_of(cache, block)[begin:end] for block, begin, end in cut)
 
 
-def test_a_view_holds_until_the_next_is_asked_for(store_of, cache):
-    store = store_of(cache)
-    with closing(store.read([(b, 0, cache.block_bytes) for b in (1, 2, 3)])) as views:
-        for block, view in zip((1, 2, 3), views, strict=True):
+def test_views_hold_until_the_next_are_asked_for(store_of, cache):
+    store, size = store_of(cache), cache.block_bytes
+    with closing(store.read([[(1, 0, size), (3, 0, 9)], [(2, 0, size)], [(3, 0, size)]])) as read:
+        for cut, views in zip(((1, 3), (2,), (3,)), read, strict=True):
             for other in (4, 5, 6):
                 content(store, other)
-                put(store, other, bytes(cache.block_bytes))
-            assert bytes(view) == block_of(cache, block)
+                put(store, other, bytes(size))
+            assert b"".join(views) == b"".join(block_of(cache, block) for block in cut)[: sum(map(len, views))]
 
 
 def test_parts_of_blocks_are_written_where_they_belong(store_of, cache):
@@ -100,9 +117,14 @@ def test_the_null_block_and_blocks_that_do_not_exist_are_refused(store_of, cache
     store = store_of(cache)
     for block in (-1, 0, 7):
         with pytest.raises(IndexError, match="allowed is 1 to 6"):
-            next(store.read([(1, 0, 8), (block, 0, 8)]))
+            next(store.read([[(1, 0, 8)], [(2, 0, 8), (block, 0, 8)]]))
         with pytest.raises(IndexError, match="allowed is 1 to 6"), store.writing() as write:
             write(block, 0, b"x")
+        with pytest.raises(IndexError, match="allowed is 1 to 6"):
+            store.owner(block)
+        with pytest.raises(IndexError, match="allowed is 1 to 6"):
+            store.own([1, block], Generation(1, 2))
+    assert store.owner(1) == (0, 0)
     assert not cache.bytes[0].any()
 
 
@@ -110,19 +132,20 @@ def test_bytes_beyond_a_blocks_ends_are_refused(store_of, cache):
     store, size, before = store_of(cache), cache.block_bytes, cache.bytes.clone()
     for begin in (-1, size - 1, size):
         with pytest.raises(ValueError, match="2 bytes"):
-            next(store.read([(1, 0, 8), (1, begin, begin + 2)]))
+            next(store.read([[(1, 0, 8)], [(1, begin, begin + 2)]]))
         with pytest.raises(ValueError, match="2 bytes"), store.writing() as write:
             write(1, begin, b"xx")
     with pytest.raises(ValueError, match="-1 bytes"):
-        next(store.read([(1, 8, 7)]))
+        next(store.read([[(1, 8, 7)]]))
     assert torch.equal(cache.bytes, before)
 
 
 def test_more_than_a_frame_at_once_is_refused(store_of):
-    cache = large_cache(1)
+    cache = large_cache(2)
     store = store_of(cache)
-    with pytest.raises(ValueError, match=f"at most {MAX_PAYLOAD}"):
-        next(store.read([(1, 0, MAX_PAYLOAD + 1)]))
+    for cut in ([(1, 0, MAX_PAYLOAD + 1)], [(1, 0, MAX_PAYLOAD), (2, 0, 1)]):
+        with pytest.raises(ValueError, match=f"at most {MAX_PAYLOAD}"):
+            next(store.read([cut]))
     with pytest.raises(ValueError, match=f"at most {MAX_PAYLOAD}"), store.writing() as write:
         write(1, 0, bytes(MAX_PAYLOAD + 1))
     new = bytes(range(256)) * (cache.block_bytes // 256)
@@ -134,11 +157,19 @@ def test_nothing_to_read_is_nothing(store_of, cache):
     assert list(store_of(cache).read([])) == []
 
 
+def test_a_block_is_of_the_lease_under_which_it_is_written_last(store_of, cache):
+    store = store_of(cache)
+    assert store.owner(3) == (0, 0)
+    store.own(iter([1, 3]), Generation(2, 9))
+    store.own([3], Generation(3, 1))
+    assert [store.owner(block) for block in (1, 2, 3)] == [(2, 9), (0, 0), (3, 1)]
+
+
 def test_buffers_are_kept_however_their_user_ends(cache):
     device, size = CountingDevice(), cache.block_bytes
     store = StagedBlocks(cache, device)
     for taken in range(5):
-        with closing(store.read([(b, 0, size) for b in (1, 2, 3)])) as views:
+        with closing(store.read([[(b, 0, size)] for b in (1, 2, 3)])) as views:
             for _ in range(taken):
                 next(views, None)
         put(store, 4, bytes(size))
@@ -150,9 +181,9 @@ def test_buffers_are_kept_however_their_user_ends(cache):
 def test_no_two_have_the_same_buffers(cache):
     device, size = CountingDevice(), cache.block_bytes
     store = StagedBlocks(cache, device)
-    spans = [(b, 0, size) for b in (1, 2, 3)]
-    with closing(store.read(spans)) as some, closing(store.read(spans)) as others, store.writing() as write:
-        for block, one, other in zip((1, 2, 3), some, others, strict=True):
+    cuts = [[(b, 0, size)] for b in (1, 2, 3)]
+    with closing(store.read(cuts)) as some, closing(store.read(cuts)) as others, store.writing() as write:
+        for block, [one], [other] in zip((1, 2, 3), some, others, strict=True):
             write(block + 3, 0, bytes(size))
             assert bytes(one) == bytes(other) == block_of(cache, block)
         assert device.buffers == 6

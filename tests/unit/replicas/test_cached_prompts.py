@@ -4,14 +4,16 @@ on both; and nothing that is cached is computed or moved again."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from split import Pair, Watch, pair
+from split import Pair, Watch, config, pair
 
 from bifolio.protos.errors import InvalidRequest
 from bifolio.protos.messages import Delta, Placement, Release, Request, Start
@@ -105,6 +107,7 @@ def start_of(it: Pair, request: Request, placement: Placement) -> Start:
         request.arrival,
         cached_blocks=lease.cached,
         salt=request.salt,
+        secret=placement.prefill_secret,
     )
 
 
@@ -270,23 +273,28 @@ def test_cached_blocks_that_decode_lacks_are_sent_before_anything_is_computed(gl
     async def work(it: Pair) -> Answer:
         await warm_prefill(it, TOKENS[:40])
         assert it.prefill is not None
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        reading, compute = it.prefill.store.read, it.prefill.runner.compute
+        arrived = threading.Event()
+        writing, compute = it.decode.store.writing, it.prefill.runner.compute
 
-        def read(spans: Any) -> Any:
-            for view in reading(spans):
-                yield view
-                loop.call_soon_threadsafe(arrived.set)
+        @contextmanager
+        def watched() -> Any:
+            with writing() as write:
+
+                def written(*args: Any) -> None:
+                    write(*args)
+                    arrived.set()
+
+                yield written
 
         def computed(rows: Any) -> Any:
-            asyncio.run_coroutine_threadsafe(asyncio.wait_for(arrived.wait(), 20), loop).result()
+            assert arrived.wait(20), "no block came before the chunk was to be computed"
             return compute(rows)
 
-        it.prefill.store.read = read  # type: ignore[method-assign]
+        it.decode.store.writing = watched  # type: ignore[method-assign]
         it.prefill.runner.compute = computed  # type: ignore[method-assign]
         return await ask(it, it.request(TOKENS[:45], **SAMPLED))
 
-    assert run(glassllm_dir, work).cached == 40
+    assert run(glassllm_dir, work, kv=config(True, copies=False)).cached == 40
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,18 @@ def test_in_exact_mode_float32_replicas_of_all_instruction_sets_share_a_name(gla
     names = {load(glassllm_dir, kernels=isa, exact=True).name for isa in NATIVE}
     assert len(names) == 1
     assert load(glassllm_dir, kernels="torch", exact=True).name not in names
+
+
+def test_blocks_are_offered_to_this_machine_alone_unless_it_is_said_otherwise(glassllm_dir: Path) -> None:
+    assert spec(glassllm_dir).listen == "loopback"
+
+
+def test_without_copies_nobody_is_told_of_the_memory(glassllm_dir: Path) -> None:
+    told = []
+    for copies in (True, False):
+        made = replace(spec(glassllm_dir, kv_memory="512 tokens"), kv=KvConfig(copies=copies))
+        told.append(bool(Core(made, ReplicaId("one"), "prefill").info("127.0.0.1:1").memory))
+    assert told == [True, False]
 
 
 def test_other_weights_and_dtypes_are_other_names(glassllm_dir: Path) -> None:

@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from split import Pair, pair
+from split import Pair, config, pair
 
+from bifolio.kv_manager.block_store import Unreached
+from bifolio.kv_manager.secret import sign
 from bifolio.protos.errors import InvalidRequest, StalePlacement
 from bifolio.protos.messages import BlockId, Lease, RequestId, Start
 from bifolio.replicas.delayed_device import DelayedDevice
@@ -63,19 +65,27 @@ async def answer(
         return out
 
 
-def test_split_and_whole_give_the_same_ids(glassllm_dir):
+@pytest.mark.parametrize("copies", [True, False], ids=["copied", "sent"])
+def test_split_and_whole_give_the_same_ids(glassllm_dir, copies):
     prompts = [PROMPT, PROMPT[3:12], PROMPT * 3, [7]]
-    split = run(answer(glassllm_dir, True, *prompts, **GREEDY))
-    whole = run(answer(glassllm_dir, False, *prompts, **GREEDY))
-    assert split == whole
-    assert [len(ids) for ids in split] == [30] * 4
+
+    async def split() -> list[list[int]]:
+        async with pair(glassllm_dir, kv=config(True, copies=copies), **SMALL) as it:
+            out = await asyncio.gather(*(it.tokens(it.request(p, **GREEDY)) for p in prompts))
+            await it.settled()
+            assert it.decode.meter.read().ways == {"copied" if copies else "sent: off": 4}
+            return out
+
+    ids = run(split())
+    assert ids == run(answer(glassllm_dir, False, *prompts, **GREEDY))
+    assert [len(each) for each in ids] == [30] * 4
 
 
 class Apart(DelayedDevice):
     """As if each replica had a GPU of its own."""
 
     def reach(self, handle):
-        return "it is on another GPU"
+        return Unreached("elsewhere", "it is on another GPU")
 
 
 def forbidden(*_):
@@ -84,7 +94,7 @@ def forbidden(*_):
 
 @pytest.mark.parametrize("on", [DelayedDevice(1), DelayedDevice(2), Apart(1)], ids=["one", "one too", "apart"])
 def test_blocks_that_move_late_and_out_of_order_give_the_same_ids(glassllm_dir, on, caplog):
-    """On one device without a payload, between two through the host."""
+    """On one device they are copied, between two they are sent; on the host, where the ids come from, copied too."""
     prompts = [PROMPT, PROMPT[3:12], PROMPT * 3, [7]]
 
     async def late() -> list[list[int]]:
@@ -97,9 +107,9 @@ def test_blocks_that_move_late_and_out_of_order_give_the_same_ids(glassllm_dir, 
 
     caplog.set_level(logging.INFO, "bifolio.kv_manager")
     assert run(late()) == run(answer(glassllm_dir, True, *prompts, **GREEDY))
-    way = "through the host: it is on another GPU" if isinstance(on, Apart) else "on the device, by copies"
+    way = "sent: it is on another GPU" if isinstance(on, Apart) else "copied out of its memory"
     told = [line for line in caplog.messages if line.startswith("blocks of the prefill replica")]
-    assert [line.partition(" come ")[2] for line in told] == [way, "through the host: it shares no memory"]
+    assert [line.partition(" are ")[2] for line in told] == [way, "copied out of its memory"]
 
 
 def test_handles_that_lead_nowhere_take_the_way_through_the_host(glassllm_dir):
@@ -208,6 +218,7 @@ def test_a_start_that_makes_no_sense_is_refused_and_leaves_no_trace(glassllm_dir
                 tuple(PROMPT),
                 it.prefill.geometry,
                 0.0,
+                secret=placement.prefill_secret,
             )
             last = BlockId(it.prefill.cache.blocks)
             more = it.prefill.positions + 1
@@ -229,8 +240,10 @@ def test_a_start_that_makes_no_sense_is_refused_and_leaves_no_trace(glassllm_dir
             ):
                 with pytest.raises(InvalidRequest):
                     it.jobs.begin(replace(good, **wrong))
+            lease = replace(placement.prefill, blocks=tuple(BlockId(b + 50) for b in good.blocks))
+            again = replace(good, blocks=lease.blocks, secret=sign(it.prefill.secret, lease))
             with it.jobs.begin(good), pytest.raises(StalePlacement, match="open already"):
-                it.jobs.begin(replace(good, blocks=tuple(BlockId(b + 50) for b in good.blocks)))
+                it.jobs.begin(again)
             assert it.prefill.tags.held == 0
 
     run(nonsense())
@@ -256,7 +269,7 @@ def test_the_first_block_arrives_before_the_last_chunk_is_computed(glassllm_dir)
     """The last chunk waits for a block to arrive: were blocks sent only at the end, neither would ever come."""
 
     async def overlap() -> None:
-        async with pair(glassllm_dir, **SMALL) as it:
+        async with pair(glassllm_dir, kv=config(True, copies=False), **SMALL) as it:
             assert it.prefill is not None
             arrived = threading.Event()
             writing, compute = it.decode.store.writing, it.prefill.runner.compute

@@ -59,3 +59,15 @@ def test_a_cache_says_its_layout_and_lies_on_its_device() -> None:
     assert KvCache(*sizes, "packed").layout == "packed"
     elsewhere = KvCache(*sizes, device=torch.device("meta"))
     assert (elsewhere.device, elsewhere.bytes.device) == (torch.device("meta"),) * 2
+
+
+def test_a_cache_lives_in_memory_that_it_is_given() -> None:
+    c = cache()
+    memory = torch.zeros(c.bytes.numel(), dtype=torch.uint8)
+    there = KvCache(3, 2, 2, 8, 32, torch.bfloat16, memory=memory)
+    assert (there.bytes.data_ptr(), there.bytes.shape) == (memory.data_ptr(), c.bytes.shape)
+    there.layer(1)[2] = 1
+    assert (there.layer(1)[2] == 1).all()
+    assert memory.view(4, -1)[2].any()
+    with pytest.raises(RuntimeError, match="shape"):
+        KvCache(4, 2, 2, 8, 32, torch.bfloat16, memory=memory)

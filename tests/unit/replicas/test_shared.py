@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bifolio.kv_manager.block_store import Unreached
 from bifolio.replicas import shared
 from bifolio.replicas.delayed_device import DelayedDevice
 from bifolio.replicas.device import HostDevice, open_device
@@ -28,6 +29,11 @@ def of_another_process(handle: bytes, **changed: object) -> bytes:
     return json.dumps(list({**fields, "pid": os.getpid() + 1, **changed}.values())).encode()
 
 
+def why_not(found: torch.Tensor | Unreached) -> str:
+    assert isinstance(found, Unreached), found
+    return found.reason
+
+
 def test_in_one_process_it_is_the_tensor_itself() -> None:
     one, other = memory(), memory()
     handles = [shared.export(tensor) for tensor in (one, other)]
@@ -39,22 +45,22 @@ def test_a_handle_is_no_longer_than_its_tensor() -> None:
     tensor = memory()
     handle = shared.export(tensor)
     del tensor
-    assert shared.reach(handle, CPU) == "its memory is of another process, and not shared with any"
+    assert why_not(shared.reach(handle, CPU)) == "none"
 
 
 def test_of_another_process_or_device_it_is_not_reached() -> None:
     tensor = memory()
     handle = shared.export(tensor)
-    assert "another process" in str(shared.reach(of_another_process(handle), CPU))
-    assert shared.reach(handle, torch.device("cuda", 0)) == "it is on cpu, this replica on cuda:0"
-    assert shared.reach(of_another_process(handle, place="boot-1 GPU-2"), CPU, PLACE) == "it is on another GPU"
-    assert shared.reach(of_another_process(handle, place=PLACE), CPU) == "it is on another GPU"
+    assert why_not(shared.reach(of_another_process(handle), CPU)) == "none"
+    assert shared.reach(handle, torch.device("cuda", 0)) == ("misfit", "it is on cpu, this replica on cuda:0")
+    assert why_not(shared.reach(of_another_process(handle, place="boot-1 GPU-2"), CPU, PLACE)) == "elsewhere"
+    assert why_not(shared.reach(of_another_process(handle, place=PLACE), CPU)) == "elsewhere"
 
 
 @pytest.mark.parametrize("ipc", [[], [1], ["!"], ["AmM=", 24, 0, "", 0, "", False], [[{}]]])
 def test_what_cannot_be_opened_is_not_reached(ipc: object) -> None:
     handle = of_another_process(shared.export(memory()), place=PLACE, ipc=ipc)
-    assert isinstance(shared.reach(handle, CPU, PLACE), str)
+    assert why_not(shared.reach(handle, CPU, PLACE)) in {"hidden", "misfit"}
 
 
 @pytest.mark.parametrize(
@@ -78,14 +84,14 @@ def test_what_cannot_be_opened_is_not_reached(ipc: object) -> None:
     ],
 )
 def test_bytes_that_are_no_handle_are_not_reached(handle: bytes) -> None:
-    assert shared.reach(handle, CPU, PLACE) == "its handle makes no sense"
-    assert isinstance(DelayedDevice(0).reach(handle), str)
+    assert why_not(shared.reach(handle, CPU, PLACE)) == "misfit"
+    assert why_not(DelayedDevice(0).reach(handle)) == "misfit"
 
 
-def test_a_host_shares_nothing_and_reaches_nothing() -> None:
+def test_a_host_is_no_device_that_shares_or_reaches() -> None:
     assert HostDevice().export(memory()) is None
     tensor = memory()
-    assert isinstance(HostDevice().reach(shared.export(tensor)), str)
+    assert why_not(HostDevice().reach(shared.export(tensor))) == "misfit"
 
 
 class FakeIpc:

@@ -158,7 +158,7 @@ def test_what_an_aborted_prompt_leaves_is_settled_before_its_lease_is_closed(gla
         await it.settled()
         return [*finished, "then", *sorted(happened[:2]), *sorted(happened[2:])]
 
-    assert run(glassllm_dir, work) == [
+    assert run(glassllm_dir, work, kv=config(True, copies=False)) == [
         "prefill closes",
         "decode closes",
         "then",
@@ -297,7 +297,14 @@ def test_a_stream_that_names_cached_blocks_of_another_salt_is_refused(glassllm_d
         lease = placement.prefill
         assert lease is not None
         start = Start(
-            request.id, lease.generation, lease.blocks, request.prompt, it.prefill.geometry, 0.0, cached_blocks=4
+            request.id,
+            lease.generation,
+            lease.blocks,
+            request.prompt,
+            it.prefill.geometry,
+            0.0,
+            cached_blocks=4,
+            secret=placement.prefill_secret,
         )
         with pytest.raises(StalePlacement, match="no longer holds"):
             it.jobs.begin(start)

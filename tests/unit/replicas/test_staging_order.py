@@ -6,7 +6,7 @@ Each test is there for a wait: without it, some seed brings wrong bytes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from staging_kit import Late, block_of, chunk_by_chunk, two_late
 from transfer_kit import (
     DONE,
+    GEOMETRY,
     WAIT,
     ScriptedSource,
     client_of,
@@ -28,8 +29,11 @@ from transfer_kit import (
     start,
 )
 
-from bifolio.kv_manager.transfer import Outbox, Write
-from bifolio.kv_manager.wire import Malformed, unpack
+from bifolio.kv_manager.block_store import Cut, Write
+from bifolio.kv_manager.heads import whole
+from bifolio.kv_manager.outbox import Outbox
+from bifolio.kv_manager.traffic import TrafficMeter
+from bifolio.kv_manager.wire import Frame, Malformed, unpack
 from bifolio.protos.errors import Revoked
 from bifolio.protos.messages import BlockId, Generation
 from bifolio.replicas.block_stores import StagedBlocks
@@ -46,8 +50,17 @@ def _threads() -> Iterator[None]:
         yield
 
 
-def whole(late: Late, *blocks: int) -> list[tuple[BlockId, int, int]]:
-    return [(BlockId(block), 0, late.cache.block_bytes) for block in blocks]
+def cuts(late: Late, *cuts: tuple[int, ...]) -> list[Cut]:
+    """Each of whole blocks."""
+    return [[(BlockId(block), 0, late.cache.block_bytes) for block in cut] for cut in cuts]
+
+
+def frames_of(late: Late) -> Generator[bytes]:
+    """A block each, of a stream whose client never says anything."""
+    outbox = Outbox(
+        start(), GEOMETRY, whole(late.store, GEOMETRY), lambda _: None, TrafficMeter(), 2, late.cache.block_bytes
+    )
+    return outbox.send(computed=10)
 
 
 def test_what_is_read_is_what_the_step_computed():
@@ -55,8 +68,8 @@ def test_what_is_read_is_what_the_step_computed():
         late = Late(seed)
         late.step(1, 2, 3)
         new = late.step(2) + late.step(3, 1)
-        with closing(late.store.read(whole(late, 2, 3, 1))) as views:
-            assert [bytes(view) for view in views] == new
+        with closing(late.store.read(cuts(late, (2, 3), (1,), (2,), (3, 1)))) as read:
+            assert [bytes(view) for [view] in read] == [new[0] + new[1], new[2], new[0], new[1] + new[2]]
         assert late.device.copies == 0
 
 
@@ -153,12 +166,12 @@ def test_a_cut_read_leaves_no_copy_behind_in_the_buffers():
     for seed in SEEDS:
         late = Late(seed)
         old = late.step(1, 2, 3)
-        with closing(late.store.read(whole(late, 1, 2, 3))) as views:
-            assert bytes(next(views)) == old[0]
+        with closing(late.store.read(cuts(late, (1,), (2, 1), (3,)))) as read:
+            assert bytes(next(read)[0]) == old[0]
         assert late.device.copies == 0
         new = late.step(4, 5, 6)
-        with closing(late.store.read(whole(late, 4, 5, 6))) as views:
-            for view, expected in zip(views, new, strict=True):
+        with closing(late.store.read(cuts(late, (4,), (5,), (6,)))) as read:
+            for [view], expected in zip(read, new, strict=True):
                 late.device.settle()
                 assert bytes(view) == expected
 
@@ -177,8 +190,8 @@ def test_reads_and_writes_of_different_blocks_do_not_mix():
     for seed in SEEDS:
         late = Late(seed)
         mine, others = late.step(1, 2, 3), late.step(4, 5, 6)
-        with late.store.writing() as write, closing(late.store.read(whole(late, 1, 2, 3))) as views:
-            for block, view, expected in zip((4, 5, 6), views, mine, strict=True):
+        with late.store.writing() as write, closing(late.store.read(cuts(late, (1,), (2,), (3,)))) as read:
+            for block, [view], expected in zip((4, 5, 6), read, mine, strict=True):
                 write(BlockId(block), 0, bytes(reversed(others[block - 4])))
                 assert bytes(view) == expected
         assert late.seen(4, 5, 6) == [bytes(reversed(other)) for other in others]
@@ -259,13 +272,15 @@ def test_frames_that_nobody_takes_leave_no_copy_behind():
     """The stream's lease is closed right after."""
     for seed in SEEDS:
         late = Late(seed)
-        (first, *_) = late.step(*start().blocks)
-        frames = Outbox(start(), late.store, iter(()), window=2).send(computed=10)
-        assert unpack(next(frames)).payload == first
+        sent = late.step(*start().blocks)
+        frames = frames_of(late)
+        frame = unpack(next(frames))
+        assert isinstance(frame, Frame)
+        assert frame.payload == sent[0]
         frames.close()
         assert late.device.copies == 0
         late = Late(seed)
         late.step(*start().blocks)
         with pytest.raises(Malformed, match="awaits an ack"):
-            list(Outbox(start(), late.store, iter(()), window=2).send(computed=10))
+            list(frames_of(late))
         assert late.device.copies == 0

@@ -1,9 +1,12 @@
-"""How a replica on a GPU starts, on a device that is none: what is tried, what is measured, how large the cache is."""
+"""How a replica on a GPU starts, on a device that is none: what is tried, what is measured, how large the cache is. And
+in which memory a host's cache lies.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +17,10 @@ import torch
 from split import pair
 
 from bifolio.kernels import using
+from bifolio.kv_manager.block_store import Unreached
 from bifolio.kv_manager.config import KvConfig
 from bifolio.protos.errors import ConfigError
-from bifolio.protos.messages import ReplicaId
+from bifolio.protos.messages import BlockId, Generation, ReplicaId
 from bifolio.replicas import start_up
 from bifolio.replicas.config import EngineConfig
 from bifolio.replicas.core import Core, ReplicaSpec, load_model
@@ -121,6 +125,48 @@ def test_a_replica_that_has_a_part_of_a_gpu_leaves_the_rest_alone(glassllm_dir: 
     half.says = Memory(4 * GIB, 4 * GIB)
     core(glassllm_dir, half, num_gpus=0.5, kv_memory="2048 tokens")
     assert (whole.most, half.most) == (None, 2 * GIB - CUDA_OVERHEAD)
+
+
+def host_core(model: Path, role: Any) -> Core:
+    engine = EngineConfig(device="cpu", kv_memory="2048 tokens", **SMALL)
+    return Core(ReplicaSpec(model, "float32", None, engine, KvConfig(), ("none", "none")), ReplicaId("one"), role)
+
+
+def test_on_a_host_the_cache_of_who_prefills_can_be_reached_by_others(glassllm_dir: Path) -> None:
+    prefill, decode = (host_core(glassllm_dir, role) for role in ("prefill", "decode"))
+    assert decode.store.export() == b""
+    copy = decode.store.reach(prefill.store.export())
+    assert not isinstance(copy, Unreached), copy
+    prefill.cache.layer(1)[3] = 1
+    copy(BlockId(3), Generation(0, 0), BlockId(5))
+    assert decode.cache.layer(1)[5].eq(1).all()
+    assert not decode.cache.layer(0).any()
+
+
+def test_a_host_without_such_memory_prefills_in_its_own(
+    glassllm_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    core = host_core(glassllm_dir, "prefill")
+    assert core.store.export() == b""
+    assert not core.cache.bytes.any()
+    assert [record.levelname for record in caplog.records if "memory of this process alone" in record.message] == [
+        "WARNING"
+    ]
+
+
+def test_a_host_with_too_little_memory_is_refused_with_the_arithmetic(
+    glassllm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(ConfigError, match=r"cpu.*2048 tokens.*engine\.kv_memory.*no memory for .* \d+ bytes"):
+        host_core(glassllm_dir, "prefill")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -29,7 +29,7 @@ demo: .venv/.installed $(NATIVE)
 
 test: unit
 	$(IN_PARALLEL) tests/interpreted
-	$(IN_PARALLEL) tests/native tests/packaging
+	$(IN_PARALLEL) tests/native tests/packaging tests/commands
 	$(BIN)/pytest tests/cluster
 
 unit: dev $(NATIVE)
@@ -52,7 +52,8 @@ docs-check: dev $(NATIVE)
 	$(BIN)/python -P benchmarks/docs_check.py
 
 fuzz: dev
-	BIFOLIO_FUZZ_STEPS=20000 $(BIN)/pytest -q tests/unit/kv_manager/test_ledger_machine.py
+	BIFOLIO_FUZZ_STEPS=20000 BIFOLIO_FAULT_SCHEDULES=5000 $(BIN)/pytest -q \
+	  tests/unit/kv_manager/test_ledger_machine.py tests/unit/kv_manager/test_faults.py
 
 native: dev
 	$(BUILD_NATIVE) --force

@@ -141,7 +141,7 @@ class Offer:
 class Serving:
     """How a PrefillServer is made."""
 
-    window: int = 8
+    window: int = 16
     max_frame: int = MAX_PAYLOAD
     streams: int = 4
 

@@ -91,7 +91,7 @@ class PrefillServer:
         self,
         source: PrefillSource,
         max_streams: int,
-        window: int = 8,
+        window: int = 16,
         host: str = "127.0.0.1",
         *,
         keepalive_s: float = 5.0,

@@ -5,6 +5,7 @@ No test sleeps: they wait for events, and WAIT bounds every wait.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -234,6 +235,33 @@ def raw_serving(answer: Callable[[Start], Iterable[bytes]]) -> Iterator[str]:
     finally:
         server.stop(None).wait()
         threads.shutdown()
+
+
+class RawClient:
+    """A client that sends what it is told to, and acknowledges nothing by itself."""
+
+    def __init__(self, address: str, method: str = METHOD) -> None:
+        requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self.send = requests.put
+        self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        self.call = self._channel.stream_stream(f"/{SERVICE}/{method}")(iter(requests.get, None), timeout=WAIT)
+
+    def receive(self):
+        return unpack(next(self.call))
+
+    def end(self) -> grpc.StatusCode:
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self.call:
+                pass
+        return self.call.code()
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call.cancel()
+        self.send(None)
+        self._channel.close()
 
 
 @contextmanager

@@ -266,6 +266,10 @@ STATUS = {
         {
             "id": "prefill-1", "role": "prefill", "state": "live", "pid": 42, "address": "127.0.0.1:7001",
             "free": 10, "cached": 0, "leased": 6, "total": 16, "offered": 0, "active": 2, "held": 6,
+            "transfer": {
+                "streams": 1, "in_flight": 2, "done": 3, "failed": {}, "ways": {"copied": 4}, "frames": 5,
+                "bytes": 6_000_000, "moving_s": 0.1, "bandwidth": 6e7, "stalled_s": {"acks": 0.5},
+            },
         }
     ],
 }  # fmt: skip
@@ -298,7 +302,7 @@ def test_status_as_a_table_and_as_json(
     assert cli.main(["status", "--address", http_address]) == 0
     table = capsys.readouterr().out
     assert "tiny: 3 waiting" in table
-    assert all(text in table for text in ("prefill-1", "127.0.0.1:7001", "16"))
+    assert all(text in table for text in ("prefill-1", "127.0.0.1:7001", "16", "copied", "acks"))
     lines = table.splitlines()
     assert "cache: 100 of 400 tokens (25.0%) were there when they were asked for, 7 blocks evicted" in lines
     assert "Redis is away: redis://here:6379; serving goes on, a cancel is not kept for a restart" in lines

@@ -267,12 +267,21 @@ class SimulatedCell:
     # -- what must hold in the end
 
     def calm(self) -> None:
-        """Time enough for offers and waiting to end and the dead to be missed, with every message delivered."""
-        for _ in range(6):
+        """Time enough for offers and waiting to end and the dead to be missed, with every message delivered. Prompts
+        are computed to their end, and where somebody still waits, answers end: one that has begun is never refused."""
+        for turn in range(40):
             self.deliver_all()
             self.beat_all()
             self.deliver_all()
             self.time_passes(CONFIG.silence_s / 5)
+            if turn >= 5:
+                if not self.waiting and not self.kept_for_nobody():
+                    break
+                for replica, generation in self.jobs("prefill"):
+                    replica.compute(generation, BLOCKS * SIZE)
+                    self.prefilled(replica, generation)
+                if self.waiting and self.jobs("decode"):
+                    self.close(*self.some_job(0, "decode"))
         self.deliver_all()
         self.beat_all()
         self.deliver_all()
@@ -281,7 +290,10 @@ class SimulatedCell:
         self.beat_all()
         self.deliver_all()
         assert not self.closed_by_revoking, "revoked without a reason"
-        assert all(confirmed(r.jobs[g].lease.request) for r, g in self.jobs("decode", "prefill")), "kept for nobody"
+        assert not self.kept_for_nobody(), "kept for nobody"
+
+    def kept_for_nobody(self) -> bool:
+        return any(not confirmed(r.jobs[g].lease.request) for r, g in self.jobs("decode", "prefill"))
 
     def both_sides_agree(self) -> None:
         assert {info.id for info in self.ledger.replicas()} == set(self.replicas)

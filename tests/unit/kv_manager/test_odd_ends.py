@@ -12,10 +12,10 @@ from dataclasses import replace
 import grpc
 import pytest
 from kill_kit import eventually
-from test_transfer import RawClient
 from transfer_kit import (
     DONE,
     WAIT,
+    RawClient,
     ReachingStore,
     ScriptedSource,
     client_of,
@@ -113,7 +113,7 @@ def test_a_wait_that_the_garbage_collector_ends_does_not_end_the_watch() -> None
             cycle: list[object] = [wait]
             cycle.append(cycle)
             del wait, cycle
-            gc.collect()
+            gc.collect(0)
 
         def items(self):  # type: ignore[no-untyped-def]
             self._collect()
@@ -133,7 +133,7 @@ def test_a_wait_that_the_garbage_collector_ends_does_not_end_the_watch() -> None
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     try:
-        assert late.wait(WAIT / 5), "the watch waits for itself"
+        assert late.wait(WAIT), "the watch waits for itself"
         patience.close()
     finally:
         done.set()

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from test_transfer import RawClient
 from transfer_kit import (
     DONE,
     WAIT,
     GatedStore,
+    RawClient,
     ScriptedSource,
     client_of,
     filled_store,

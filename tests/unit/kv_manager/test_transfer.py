@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from queue import SimpleQueue
 
 import grpc
 import pytest
@@ -17,6 +15,7 @@ from transfer_kit import (
     LOGITS,
     WAIT,
     GatedStore,
+    RawClient,
     ReachingStore,
     ScriptedSource,
     SharedStore,
@@ -34,7 +33,7 @@ from transfer_kit import (
 
 from bifolio.kv_manager.memory_store import MemoryStore
 from bifolio.kv_manager.transfer import PrefillServer
-from bifolio.kv_manager.wire import MAX_COPY, METHOD, SERVICE, Ack, Complete, Frame, pack, unpack
+from bifolio.kv_manager.wire import MAX_COPY, Ack, Complete, Frame, pack, unpack
 from bifolio.protos.errors import (
     BifolioError,
     DoesNotFit,
@@ -441,30 +440,3 @@ def test_a_client_that_breaks_the_protocol_is_told_so(requests, caplog):
 def test_no_other_method_is_served():
     with serving(ScriptedSource(filled_store(SMALL))) as address, RawClient(address, "Other") as client:
         assert client.end() is grpc.StatusCode.UNIMPLEMENTED
-
-
-class RawClient:
-    """A client that sends what it is told to, and acknowledges nothing by itself."""
-
-    def __init__(self, address: str, method: str = METHOD) -> None:
-        requests: SimpleQueue[bytes | None] = SimpleQueue()
-        self.send = requests.put
-        self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
-        self.call = self._channel.stream_stream(f"/{SERVICE}/{method}")(iter(requests.get, None), timeout=WAIT)
-
-    def receive(self):
-        return unpack(next(self.call))
-
-    def end(self) -> grpc.StatusCode:
-        with contextlib.suppress(grpc.RpcError):
-            for _ in self.call:
-                pass
-        return self.call.code()
-
-    def __enter__(self) -> RawClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.call.cancel()
-        self.send(None)
-        self._channel.close()

@@ -25,7 +25,7 @@ TOKENS: list[int] = torch.randint(4, 1000, (100,), generator=torch.Generator().m
 SMALL = {"block_size": P, "max_batched_tokens": 32, "max_sequences": 8, "kv_memory": "2048 tokens"}
 SAMPLED: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 4}
 SPLIT_OR_LOCAL = pytest.mark.parametrize("split", [True, False], ids=["split", "local"])
-LATE = pytest.mark.parametrize("on", [None, DelayedDevice(1), DelayedDevice(2)], ids=["cpu", "late", "later"])
+LATE = pytest.mark.parametrize("on", [None, DelayedDevice(1)], ids=["cpu", "late"])
 
 
 def run(model: Path, work: Callable[[Pair], Awaitable[Any]], **how: Any) -> Any:

@@ -104,8 +104,7 @@ class Ask:
     arrival: float  # kept when a request is placed again
     exclude: tuple[ReplicaId, ...] = ()  # replicas that failed it
     n: int = 1  # choices, which share the prompt's full blocks
-    # By the model's fingerprint: keys of the history's full blocks. Without, nothing of it is taken from a cache
-    keys: Mapping[str, tuple[Key, ...]] = field(default_factory=dict, repr=False)
+    keys: Mapping[str, tuple[Key, ...]] = field(default_factory=dict, repr=False)  # of its full blocks, by model
     model: str | None = None  # fingerprint of the model it began with, once it has tokens: no other may go on
     tenant: str = ""
     priority: int = 0
@@ -172,8 +171,7 @@ class Geometry:
         return tuple(f"layers.{i}.self_attn" for i in range(self.layers))
 
     def fits(self, other: Geometry) -> bool:
-        """Whether blocks can go from the one to the other. How a replica divides the heads does not matter: what
-        travels says which heads it is of."""
+        """Whether blocks can go from the one to the other: what travels says which heads it is of."""
         return replace(self, tensor_parallel=other.tensor_parallel) == other
 
     def __str__(self) -> str:

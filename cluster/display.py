@@ -135,8 +135,9 @@ def _way(way: str, count: float) -> str:
     """ "sent: hidden" -> "sent 3: the other process is hidden" """
     from bifolio.kv_manager.traffic import WHY_NOT_COPIED
 
+    words: Mapping[str, str] = {str(word): phrase for word, phrase in WHY_NOT_COPIED.items()}
     how, _, why = way.partition(": ")
-    return f"{how} {count:,}" + (f": {WHY_NOT_COPIED.get(why, why)}" if why else "")
+    return f"{how} {count:,}" + (f": {words.get(why, why)}" if why else "")
 
 
 def _human(size: float) -> str:

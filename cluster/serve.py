@@ -109,11 +109,11 @@ def serve(config: ClusterConfig) -> int:
 
 def check_tls(config: TlsConfig) -> None:
     """ConfigError unless replicas with these files would accept each other."""
-    from bifolio.kv_manager.tls import Tls, read
+    from bifolio.kv_manager.tls import Tls, checked
 
     tls = Tls.of(config)
     assert tls is not None
-    read(tls)
+    checked(tls)
 
 
 def check_redis(url: str) -> None:

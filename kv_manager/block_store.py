@@ -19,7 +19,7 @@ Write = Callable[[BlockId, int, memoryview | bytes], None]  # a block, its first
 # other was written under a later one before the copy was done.
 Copy = Callable[[BlockId, Generation, BlockId], None]
 
-WhyNot = Literal["off", "none", "elsewhere", "hidden", "gone", "misfit"]
+WhyNot = Literal["off", "none", "elsewhere", "hidden", "gone", "misfit", "short"]
 
 
 class Unreached(NamedTuple):

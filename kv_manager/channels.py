@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import grpc
 
@@ -113,6 +114,11 @@ def _family(cls: type[BifolioError]) -> Iterator[type[BifolioError]]:
     yield cls
     for child in cls.__subclasses__():
         yield from _family(child)
+
+
+def listening(where: Literal["loopback", "node"], node: str) -> str:
+    """The host to listen on: only where replicas are on several machines, the node's own address."""
+    return "127.0.0.1" if where == "loopback" else bracketed(node)
 
 
 def bracketed(host: str) -> str:

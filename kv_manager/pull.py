@@ -110,13 +110,13 @@ class Pull:
         with self._meter.stream():
             try:
                 return self._connected(blocks)
-            except (grpc.RpcError, Malformed, StalePlacement) as error:
+            except (grpc.RpcError, Malformed, StalePlacement, Revoked) as error:
                 # Or as long as the error is somewhere, so are the frames that it came through, and the memory of a
                 # replica that has died: one of grpc's is kept by its call, too
                 error.with_traceback(None)
                 if self._cancelled:
                     raise self._revoked() from error
-                if isinstance(error, StalePlacement):
+                if isinstance(error, StalePlacement | Revoked):
                     raise
                 if isinstance(error, Malformed):
                     raise TransferFailed(f"the Prefill stream from {self._address} is unusable: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from .block_store import BlockStore, Copy, Unreached
 logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
+QUICKEST_S = 0.01  # between two looks at what nobody uses
 MOST = 256  # replicas that are remembered; many more than ever live at once
 
 
@@ -27,7 +29,7 @@ class _Region:
     reached: Copy | Unreached | None = None  # if it is why not, it is not tried again; None: not open
     said: str = ""
     users: int = 0
-    idle: threading.Timer | None = None
+    idle_since: float = 0.0  # on the monotonic clock, while there are no users
 
 
 class Regions:
@@ -36,6 +38,8 @@ class Regions:
         self._idle_s = idle_s
         self._regions: dict[str, _Region] = {}  # by address, the one last made is last
         self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._sweeper: threading.Thread | None = None  # while anything is open: it closes what nobody uses
 
     @contextmanager
     def use(self, address: str, memory: bytes) -> Iterator[Copy | Unreached]:
@@ -52,20 +56,18 @@ class Regions:
                 region.reached = self._store.reach(memory) if memory else Unreached("none", "it shares no memory")
                 _tell(address, region)
             reached = region.reached
+            if isinstance(reached, Unreached) and reached.reason == "short":
+                region.reached = None  # it may pass
+            elif not isinstance(reached, Unreached):
+                self._sweep_from_now_on()
             region.users += 1
-            if region.idle is not None:
-                region.idle.cancel()
-                region.idle = None
         del forgotten  # closes it, unless a pull uses it
         try:
             yield reached
         finally:
             with self._lock:
                 region.users -= 1
-                if not region.users and not isinstance(reached, Unreached) and self._regions.get(address) is region:
-                    region.idle = threading.Timer(self._idle_s, self._let_go, (region,))
-                    region.idle.daemon = True
-                    region.idle.start()
+                region.idle_since = time.monotonic()
 
     def forget(self, address: str) -> None:
         """The replica there has gone. What pulls still use goes with the last of them."""
@@ -75,6 +77,7 @@ class Regions:
 
     def close(self) -> None:
         """Lets go of all that no pull uses; the rest goes with the last of its users, as does what was replaced."""
+        self._closed.set()
         with self._lock:
             forgotten = [self._forget(address) for address in list(self._regions)]
         del forgotten  # closes what no pull uses
@@ -84,16 +87,29 @@ class Regions:
         region = self._regions.pop(address, None)
         if region is None:
             return []
-        if region.idle is not None:
-            region.idle.cancel()
-        reached, region.reached = region.reached, None  # its timer may hold the region a little longer
+        reached, region.reached = region.reached, None
         return [reached]
 
-    def _let_go(self, region: _Region) -> None:
-        """Should it be used again just now, its user holds it, and the next one opens it anew."""
-        with self._lock:
-            reached, region.reached = region.reached, None
-        del reached  # closes it, unless a pull uses it
+    def _sweep_from_now_on(self) -> None:
+        """One thread for all: to start a timer when a pull ends would take time from its first token."""
+        if self._sweeper is None and not self._closed.is_set():
+            self._sweeper = threading.Thread(target=self._sweep, name="regions", daemon=True)
+            self._sweeper.start()
+
+    def _sweep(self) -> None:
+        while not self._closed.wait(max(self._idle_s / 4, QUICKEST_S)):
+            with self._lock:
+                due = time.monotonic() - self._idle_s
+                opened = [r for r in self._regions.values() if r.reached and not isinstance(r.reached, Unreached)]
+                over = [region for region in opened if not region.users and region.idle_since <= due]
+                forgotten = [region.reached for region in over]
+                for region in over:
+                    region.reached = None  # the next user opens it anew
+                if len(over) == len(opened):
+                    self._sweeper = None
+            del forgotten  # closes it
+            if len(over) == len(opened):
+                return
 
 
 def _tell(address: str, region: _Region) -> None:

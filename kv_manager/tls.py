@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from bifolio.protos.errors import ConfigError
 from .config import TlsConfig
 
 logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 3.0
+OF_ITS_OWN = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
 
 Stamp = tuple[tuple[int, int, int], ...]  # of each file: by which it is seen that it was replaced
 
@@ -51,7 +55,7 @@ class Certificates:
     def __init__(self, tls: Tls) -> None:
         self._tls = tls
         self._lock = threading.Lock()
-        self._stamp, self._contents = _stamp(tls), read(tls)
+        self._stamp, self._contents = _stamp(tls), checked(tls)
 
     def current(self) -> Contents:
         with self._lock:
@@ -102,7 +106,10 @@ def read(tls: Tls) -> Contents:
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.verify_mode = ssl.CERT_REQUIRED
     for side in (server, client):
-        side.load_verify_locations(tls.ca)
+        try:
+            side.load_verify_locations(cadata=contents.ca.decode("ascii", "replace"))  # not the file: it may change
+        except ssl.SSLError as error:
+            raise ConfigError(f"kv.tls.ca: {tls.ca} cannot be used: {error.reason}") from error
         try:
             side.load_cert_chain(tls.certificate, tls.key, password=b"")  # or it asks at the terminal for one
         except (ssl.SSLError, OSError) as error:
@@ -122,6 +129,27 @@ def read(tls: Tls) -> Contents:
         ) from error
     except ssl.SSLError as error:
         raise ConfigError(f"kv.tls.certificate: {tls.certificate} cannot be used for TLS: {error.reason}") from error
+    return contents
+
+
+def checked(tls: Tls) -> Contents:
+    """As `read`, and ConfigError for what gRPC would not take: it knows fewer kinds of keys than Python."""
+    contents = read(tls)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    pair = [(contents.key, contents.certificate)]
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pair, contents.ca, True))
+    server.start()
+    credentials = grpc.ssl_channel_credentials(contents.ca, contents.key, contents.certificate)
+    try:
+        with grpc.secure_channel(f"127.0.0.1:{port}", credentials, [*name_options(tls), *OF_ITS_OWN]) as channel:
+            grpc.channel_ready_future(channel).result(HANDSHAKE_S)
+    except grpc.FutureTimeoutError as error:
+        raise ConfigError(
+            f"kv.tls.certificate: gRPC cannot use {tls.certificate} with {tls.key}, though OpenSSL can; make it with "
+            "an RSA key, or one of the curve P-256 or P-384"
+        ) from error
+    finally:
+        server.stop(None).wait()
     return contents
 
 

@@ -15,18 +15,21 @@ from typing import Literal
 
 from bifolio.protos.messages import Traffic
 
+from .block_store import WhyNot
+
 # Waiting, by what for: at the sender the peer's first message, its acknowledgements; at the receiver what the sender
 # computes and sends. (That the network takes no more counts as moving: it lowers the bandwidth)
 Stall = Literal["start", "acks", "frames"]
 
-# block_store.WhyNot, for people
-WHY_NOT_COPIED: Mapping[str, str] = {
+# For people
+WHY_NOT_COPIED: Mapping[WhyNot, str] = {
     "off": "kv.copies is false",
     "none": "memory is not shared",
     "elsewhere": "the other is on another machine or GPU",
     "hidden": "the other process is hidden",
     "gone": "the other process has ended",
     "misfit": "the two caches do not fit",
+    "short": "too many open files, or too little memory",
 }
 
 

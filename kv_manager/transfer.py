@@ -22,7 +22,7 @@ from typing import Protocol, Self
 
 import grpc
 
-from bifolio.protos.errors import BifolioError, StalePlacement, status_of
+from bifolio.protos.errors import BifolioError, PeerRefused, StalePlacement, status_of
 from bifolio.protos.messages import Geometry, Start
 
 from .heads import Part
@@ -36,6 +36,7 @@ __all__ = ["PrefillJob", "PrefillServer", "PrefillSource", "Prefilled"]
 
 logger = logging.getLogger(__name__)
 
+CERTIFIED_NAMES = "x509_subject_alternative_name"  # as grpc calls them
 MAX_DETAILS = 1000  # characters of an error's message: a trailer that is too large would replace the error
 
 
@@ -106,11 +107,12 @@ class PrefillServer:
         self._host = host
         self._active = 0
         self._lock = threading.RLock()  # the garbage collector may end a stream that was dropped, in any line
-        self._patience = Patience(stall_s)
         self._threads = futures.ThreadPoolExecutor(max_streams + 2, thread_name_prefix="prefill-stream")
         # No serializers: bytes in, bytes out.
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serve)
         self._credentials = server_credentials(tls) if tls else None
+        self._name = tls.name if tls else None
+        self._patience = Patience(stall_s)
         self._server = grpc.server(
             self._threads,
             handlers=[grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})],
@@ -164,6 +166,8 @@ class PrefillServer:
         context.abort(grpc.StatusCode[code], details[:MAX_DETAILS])
 
     def _stream(self, inbox: _Inbox, context: grpc.ServicerContext) -> Iterator[bytes]:
+        if self._name is not None and self._name.encode() not in context.auth_context().get(CERTIFIED_NAMES, ()):
+            raise PeerRefused(f"a certificate for the DNS name {self._name} (kv.tls.name) is needed")
         source, start = self._source, inbox.receive("start")
         if not isinstance(start, Start):
             raise Malformed(f"a stream begins with a start, not with {type(start).__name__}")

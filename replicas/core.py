@@ -120,7 +120,15 @@ class Core:
         layout: Layout = (
             "plain" if plain else kv_layout(DTYPES[spec.dtype], config.head_dim, engine.block_size, device.torch.type)
         )
-        made = prepare(model.llama, engine, layout, device, share=spec.num_gpus, decodes=role == "decode")
+        made = prepare(
+            model.llama,
+            engine,
+            layout,
+            device,
+            share=spec.num_gpus,
+            decodes=role == "decode",
+            copies=spec.kv.copies,
+        )
         self.cache, self.store, self.runner, self.eager = made.cache, made.store, made.runner, made.eager
         self._cache_lines, blocks = made.sizing.lines, self.cache.blocks
         self.geometry = Geometry(

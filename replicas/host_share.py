@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.kv_manager.block_store import Unreached
+from bifolio.kv_manager.block_store import Unreached, WhyNot
 
 from .owners import Owners
 
@@ -42,10 +42,15 @@ NAME = "bifolio-kv"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the host; not its name: those repeat
 _NUMBERS = "/proc/self/ns/pid"  # whose process numbers we see
 _KEY_BYTES = 16
-_MFD_NOEXEC_SEAL = 0x0008  # since Linux 6.3; some hosts allow no other
-_F_SEAL_FUTURE_WRITE = 0x0010
-_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# Numbers of Linux: a Python that was built beside an old C library does not have their names, nor memfd_create
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
+_MFD_NOEXEC_SEAL = 8  # since Linux 6.3; some hosts allow no other
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_FIXED_SIZE = 1 | 2 | 4  # seals: no others, no shrinking, no growing
+_F_SEAL_FUTURE_WRITE = 16
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 # Not the mmap module: a mapping of its own kind holds another file descriptor, and the GIL while memory is taken
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -82,7 +87,7 @@ class HostShare:
             os.ftruncate(fd, places.size)
             mapping = _Mapping(fd, places.size, mmap.PROT_READ | mmap.PROT_WRITE)
             mapping.populate(fd)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE | _F_SEAL_FUTURE_WRITE)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _FIXED_SIZE | _F_SEAL_FUTURE_WRITE)
         except OSError as error:
             close()
             if error.errno in (errno.ENOMEM, errno.ENOSPC):
@@ -140,7 +145,8 @@ def reach(handle: bytes, row_bytes: int) -> Reached | Unreached:
     except (FileNotFoundError, ProcessLookupError):
         return Unreached("gone", "its process has ended")
     except OSError as error:
-        return Unreached("hidden", f"its memory cannot be opened: {error}")
+        reason: WhyNot = "short" if error.errno in _SHORT else "hidden"
+        return Unreached(reason, f"its memory cannot be opened: {error}")
 
 
 def _open(known: _Handle) -> Reached | Unreached:
@@ -150,7 +156,7 @@ def _open(known: _Handle) -> Reached | Unreached:
         return gone
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     try:
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FIXED_SIZE != _FIXED_SIZE:
+        if fcntl.fcntl(fd, _F_GET_SEALS) & _FIXED_SIZE != _FIXED_SIZE:
             return gone  # it could be cut off below us
         if os.fstat(fd).st_size != places.size or os.pread(fd, _KEY_BYTES, places.key) != known.key:
             return gone
@@ -192,7 +198,7 @@ class _Mapping:
 
     def populate(self, fd: int) -> None:
         """Takes the memory, in huge pages where the host has them for such memory (shmem_enabled: advise)."""
-        _libc.madvise(self._address, self._size, mmap.MADV_HUGEPAGE)  # a wish
+        _libc.madvise(self._address, self._size, _MADV_HUGEPAGE)  # a wish
         if _libc.madvise(self._address, self._size, _MADV_POPULATE_WRITE):
             if ctypes.get_errno() != errno.EINVAL:
                 raise _os_error()
@@ -200,12 +206,22 @@ class _Mapping:
 
 
 def _memfd() -> int:
+    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
     try:
-        return os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
+        return _memfd_create(flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return _memfd_create(flags)
+
+
+def _memfd_create(flags: int) -> int:
+    if not hasattr(_libc, "memfd_create"):
+        raise OSError(errno.ENOSYS, "the C library has no memfd_create")
+    fd: int = _libc.memfd_create(NAME.encode(), flags)
+    if fd < 0:
+        raise _os_error()
+    return fd
 
 
 def _here() -> tuple[str, str]:

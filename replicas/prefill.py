@@ -6,11 +6,12 @@ A thin shell: `jobs.py` and the engine do the work. Serve sees none of the strea
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import ray
 from ray import serve
 
-from bifolio.kv_manager.channels import bracketed
+from bifolio.kv_manager.channels import listening
 from bifolio.kv_manager.tls import Tls
 from bifolio.kv_manager.transfer import PrefillServer
 from bifolio.protos.messages import ReplicaId
@@ -19,6 +20,8 @@ from .beat import Beat
 from .core import Core, ReplicaSpec
 from .jobs import Jobs
 from .logs import log_to_stderr
+
+logger = logging.getLogger(__name__)
 
 
 class PrefillReplica:
@@ -29,7 +32,9 @@ class PrefillReplica:
         self._beat = Beat(self._core, spec)
         self._jobs = Jobs(self._core, self._beat.close, self._beat.ask_if_due)
         self._core.start(self._jobs.deliver)
-        host = "127.0.0.1" if spec.listen == "loopback" else bracketed(ray.util.get_node_ip_address())
+        host = listening(spec.listen, ray.util.get_node_ip_address())
+        if spec.listen == "node" and spec.kv.tls is None:
+            logger.warning("blocks and prompts leave this machine in the clear: set kv.tls")
         self._server = PrefillServer(
             self._jobs,
             max_streams=spec.engine.max_sequences,

@@ -52,14 +52,15 @@ def prepare(
     *,
     share: float = 1.0,
     decodes: bool = True,
+    copies: bool = True,
 ) -> Prepared:
     """share: of the device's memory that is this replica's; decodes: whether steps of single tokens come, to be
-    recorded; where none do, others may copy its blocks, so those of a host are in memory that they reach.
+    recorded; where none do, and with `copies`, those of a host are in memory that others reach.
 
     On a GPU this takes seconds to a minute, and says in the log how far it is. Raises ConfigError for a cache that the
     device cannot hold.
     """
-    maker = _Maker(llama, engine, layout, device, shares=device.kind == "cpu" and not decodes)
+    maker = _Maker(llama, engine, layout, device, shares=device.kind == "cpu" and copies and not decodes)
     sizes = graph_sizes(engine.max_sequences) if decodes and engine.cuda_graphs and runs_triton(device.torch) else ()
     lines: tuple[str, ...] = ("not even the largest steps fit beside the weights",)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import NameOID
 
 from bifolio.kv_manager.tls import Tls
@@ -24,9 +24,15 @@ class Authority:
         self.file = folder / "ca.pem"
         self.file.write_bytes(_pem(certificate.sign(self._key, hashes.SHA256())))
 
-    def issue(self, to: str = "replica", name: str = "bifolio", days: float = 1.0) -> Tls:
+    def issue(
+        self,
+        to: str = "replica",
+        name: str = "bifolio",
+        days: float = 1.0,
+        key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | None = None,
+    ) -> Tls:
         """Files of a replica; of the same one again they replace the earlier."""
-        key = ec.generate_private_key(ec.SECP256R1())
+        key = key or ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([x509.DNSName(name)])
         certificate = _certificate(_named(to), self._name, key, names, days).sign(self._key, hashes.SHA256())
         tls = Tls(self.file, self._folder / f"{to}.pem", self._folder / f"{to}.key")
@@ -46,7 +52,7 @@ def _named(name: str) -> x509.Name:
 def _certificate(
     subject: x509.Name,
     issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
+    key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey,
     says: x509.ExtensionType,
     days: float = 1.0,
 ) -> x509.CertificateBuilder:

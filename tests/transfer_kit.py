@@ -25,7 +25,7 @@ from bifolio.kv_manager.traffic import TrafficMeter
 from bifolio.kv_manager.transfer import Prefilled, PrefillServer
 from bifolio.kv_manager.wire import MAX_PAYLOAD, METHOD, SERVICE, cuts, unpack
 from bifolio.protos.errors import Revoked
-from bifolio.protos.messages import BlockId, Commit, Generation, Geometry, RequestId, Start
+from bifolio.protos.messages import BlockId, Commit, Generation, Geometry, Heads, RequestId, Start
 
 WAIT = 10.0
 LOGITS = bytes(range(8))
@@ -69,6 +69,11 @@ def content(store: BlockStore, block: int) -> bytes:
     """Read a whole block."""
     spans = [[(BlockId(block), *span[1:]) for span in cut] for cut in cuts(range(1), store.block_bytes, MAX_PAYLOAD)]
     return b"".join(bytes(view) for views in store.read(spans) for view in views)
+
+
+def committed(skip: int, frames: int, size: int) -> Commit:
+    heads, layers = (Heads(0, 1),), GEOMETRY.layer_names
+    return Commit(start().generation, GEOMETRY, layers, heads, 10, skip, 3 - skip, frames, size, LOGITS, 0.5, 1.5)
 
 
 class ScriptedJob:

@@ -173,3 +173,14 @@ def test_only_so_many_are_remembered(store: ReachingStore, monkeypatch: pytest.M
             pass
     them.close()
     assert len(store.tried) == 5
+
+
+def test_a_shortage_is_not_remembered(store: ReachingStore) -> None:
+    them, reach, short = Regions(store, LONG), store.reach, Unreached("short", "too many open files")
+    store.reach = lambda memory: short  # type: ignore[method-assign]
+    with them.use("p:1", b"a") as found:
+        assert found is short
+    store.reach = reach  # type: ignore[method-assign]
+    with them.use("p:1", b"a") as found:
+        assert not isinstance(found, Unreached)
+    them.close()

@@ -9,21 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from certificates import Authority
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat
 from transfer_kit import DONE, GEOMETRY, WAIT, ScriptedSource, filled_store, ids, start
 
+from bifolio.kv_manager import tls as tls_module
 from bifolio.kv_manager.channels import Channels, translated
 from bifolio.kv_manager.config import TlsConfig
 from bifolio.kv_manager.heads import whole
 from bifolio.kv_manager.pull import PrefillClient
-from bifolio.kv_manager.tls import Certificates, Tls, read, server_credentials
+from bifolio.kv_manager.tls import Certificates, Tls, checked, read, server_credentials
 from bifolio.kv_manager.traffic import TrafficMeter
 from bifolio.kv_manager.transfer import PrefillServer
+from bifolio.kv_manager.wire import METHOD, SERVICE, pack
 from bifolio.protos.errors import ConfigError, ReplicaGone
 
 ECHO = "/echo/once"
@@ -236,6 +240,35 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, spoil: Callable[[Tl
 def test_a_certificate_that_has_expired_is_refused(ca: Authority) -> None:
     with pytest.raises(ConfigError, match="has expired; needed is one that is valid now"):
         read(ca.issue("old", days=-0.5))
+
+
+@pytest.mark.parametrize("key", [ed25519.Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP521R1())])
+def test_a_key_that_only_openssl_can_use_is_refused(ca: Authority, key: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_module, "HANDSHAKE_S", 0.3)
+    with pytest.raises(ConfigError, match=r"gRPC cannot use .* make it with an RSA key, or one of the curve P-256"):
+        checked(ca.issue("odd", key=key))
+
+
+def test_a_ca_that_is_replaced_by_nothing_is_used_as_it_was(tmp_path: Path) -> None:
+    tls = Authority(tmp_path / "ca").issue()
+    certificates = Certificates(tls)
+    before = certificates.current()
+    tls.ca.write_text("-----BEGIN NOTHING-----")
+    assert certificates.current() is before
+
+
+def test_a_client_of_another_name_is_told_which_one_is_needed(ca: Authority) -> None:
+    source, theirs = ScriptedSource(filled_store(64), DONE), ca.issue("www", name="www.example.org")
+    server = PrefillServer(source, max_streams=4, tls=ca.issue("prefill"))
+    with ExitStack() as stack:
+        stack.callback(server.stop, WAIT)
+        address, pair = f"127.0.0.1:{server.start()}", (theirs.key.read_bytes(), theirs.certificate.read_bytes())
+        credentials = grpc.ssl_channel_credentials(ca.file.read_bytes(), *pair)
+        options = [("grpc.ssl_target_name_override", "bifolio")]
+        channel = stack.enter_context(grpc.secure_channel(address, credentials, options))
+        with pytest.raises(grpc.RpcError, match=r"for the DNS name bifolio \(kv\.tls\.name\) is needed"):
+            next(channel.stream_stream(f"/{SERVICE}/{METHOD}")(iter([pack(start())]), timeout=WAIT))
+    assert not source.jobs
 
 
 def test_a_certificate_of_another_name_is_refused(ca: Authority) -> None:

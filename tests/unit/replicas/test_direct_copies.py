@@ -30,6 +30,7 @@ from bifolio.kv_manager.transfer import PrefillServer
 from bifolio.kv_manager.wire import Complete, unpack
 from bifolio.protos.errors import ReplicaGone, Revoked, StalePlacement
 from bifolio.protos.messages import BlockId, Generation
+from bifolio.replicas import host_share
 from bifolio.replicas.block_stores import Blocks, HostBlocks, StagedBlocks
 
 SEEDS = range(60)
@@ -214,7 +215,29 @@ def test_a_transfer_between_two_caches_of_one_host(large):
     assert meter.read().ways == {"copied": 1}
 
 
-def test_a_block_that_went_to_another_lease_while_it_was_copied_fails_the_pull():
+def test_a_block_that_is_written_while_it_is_copied_is_noticed_after_the_copy(monkeypatch):
+    here, there = HostBlocks(small_cache()), HostBlocks(*shared_cache())
+    memory, reach = there.export(), host_share.reach
+    there.own(ids(1), OWNER)
+
+    class NextOwnerComes:
+        """When the bytes are taken, not before."""
+
+        def __init__(self, found):
+            self.rows, self.owners, self._blocks = found.rows, found.owners, found.blocks
+
+        @property
+        def blocks(self):
+            there.own(ids(1), Generation(5, 7))
+            return self._blocks
+
+    monkeypatch.setattr(host_share, "reach", lambda *about: NextOwnerComes(reach(*about)))
+    copy = here.reach(memory)
+    with pytest.raises(StalePlacement, match=r"5\.6.*5\.7"):
+        copy(1, OWNER, 1)
+
+
+def test_a_block_that_went_to_another_lease_when_the_word_was_said_fails_the_pull():
     """As if its owner had lost the lease, and the word of it had not come yet."""
     here, there = HostBlocks(small_cache()), HostBlocks(*shared_cache())
     memory = there.export()

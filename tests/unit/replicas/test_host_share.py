@@ -319,18 +319,18 @@ def test_a_host_that_has_no_such_memory_stops_no_replica(
     def refuse(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(host_share, "_memfd_create", refuse)
     assert share(ROWS, ROW_BYTES) is None
     assert "Operation not permitted" in caplog.text
 
 
 def test_a_kernel_that_knows_fewer_flags_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    create: Any = os.memfd_create
+    create: Any = host_share._memfd_create
 
-    def older(name: str, flags: int) -> int:
+    def older(flags: int) -> int:
         if flags & ~(os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING):
             raise OSError(22, "Invalid argument")
-        return int(create(name, flags))
+        return int(create(flags))
 
-    monkeypatch.setattr(os, "memfd_create", older)
+    monkeypatch.setattr(host_share, "_memfd_create", older)
     assert reached(HostShare(ROWS, ROW_BYTES).handle)

@@ -21,7 +21,7 @@ from bifolio.kv_manager.block_store import Unreached
 from bifolio.kv_manager.config import KvConfig
 from bifolio.protos.errors import ConfigError
 from bifolio.protos.messages import BlockId, Generation, ReplicaId
-from bifolio.replicas import start_up
+from bifolio.replicas import host_share, start_up
 from bifolio.replicas.config import EngineConfig
 from bifolio.replicas.core import Core, ReplicaSpec, load_model
 from bifolio.replicas.delayed_device import DelayedDevice
@@ -149,7 +149,7 @@ def test_a_host_without_such_memory_prefills_in_its_own(
     def refuse(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(host_share, "_memfd_create", refuse)
     core = host_core(glassllm_dir, "prefill")
     assert core.store.export() == b""
     assert not core.cache.bytes.any()

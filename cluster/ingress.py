@@ -25,6 +25,7 @@ from bifolio.kv_manager.actor import connect
 from bifolio.protos import inference_pb2 as pb
 from bifolio.protos.errors import BifolioError, Unavailable
 from bifolio.replicas.kv_memory import ITEMSIZES, context_of
+from bifolio.replicas.logs import log_to_stderr
 from bifolio.replicas.model_files import model_config
 
 from .answer import Piece, answer, in_thread
@@ -74,6 +75,7 @@ class Ingress:
     def __init__(
         self, config: ClusterConfig, model: Path, manager: tuple[str, str], decode: Any, *prefill: Any
     ) -> None:
+        log_to_stderr()
         shape = model_config(model)
         assert config.model.served_name is not None, "the configuration is resolved"
         assert config.model.dtype is not None, "the configuration is resolved"

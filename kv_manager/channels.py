@@ -97,6 +97,8 @@ def translated(error: grpc.RpcError, address: str) -> BifolioError:
             "; if the replica is there: TLS (kv.tls) must be on at both sides, with certificates of one CA, "
             "or at neither"
         )
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return TransferFailed(f"the prefill replica at {address} has as many Prefill streams as it takes: {details}")
     kind = ReplicaGone if is_lost(error) else TransferFailed
     return kind(f"the Prefill stream from {address} broke: {error.code().name}: {details}")
 

@@ -124,7 +124,8 @@ class KvConfig(FrozenConfig):
     )
     tls: TlsConfig | None = Field(
         default=None,
-        description="TLS between replicas, which all show a certificate; null sends blocks and prompts in the clear.",
+        description="TLS between replicas: ca, certificate and key, absolute paths of PEM files, and name, the DNS "
+        "name of every certificate (bifolio); null sends blocks and prompts in the clear.",
     )
 
     @model_validator(mode="after")

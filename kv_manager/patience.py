@@ -16,7 +16,7 @@ from contextlib import contextmanager
 logger = logging.getLogger(__name__)
 
 NEVER = (math.inf, None)
-LOOKS = 4  # in the time that a wait may take: a wait ends at most a quarter late
+LOOKS = 4  # in the least time that a wait may take: it ends at most a quarter late
 
 
 class Patience:
@@ -26,19 +26,21 @@ class Patience:
     thread, be it this one's. So the dictionary is changed by single operations only, and looked at in a copy.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, soonest: float) -> None:
+        """What a wait may take: `soonest` is the least that `waiting` is given."""
         self.seconds = seconds
+        self._every = min(seconds, soonest) / LOOKS
         self._waits: dict[object, tuple[float, Callable[[], object]]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="patience", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def waiting(self, give_up: Callable[[], object]) -> Iterator[None]:
+    def waiting(self, give_up: Callable[[], object], seconds: float | None = None) -> Iterator[None]:
         """Calls `give_up`, in a thread of its own, if the context takes too long. It is called once, and may be late:
         when the context has just been left."""
         wait = object()
-        self._waits[wait] = time.monotonic() + self.seconds, give_up
+        self._waits[wait] = time.monotonic() + (seconds or self.seconds), give_up
         try:
             yield
         finally:
@@ -49,7 +51,7 @@ class Patience:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closed.wait(self.seconds / LOOKS):
+        while not self._closed.wait(self._every):
             now = time.monotonic()
             for wait in list(self._waits):
                 until, _ = self._waits.get(wait, NEVER)

@@ -142,12 +142,10 @@ class Pull:
         block_bytes = sum(part.store.block_bytes for part in self._parts)
         heads = tuple(part.heads for part in self._parts) if len(self._parts) > 1 else ()
         if isinstance(reached, Unreached):
-            self._meter.way(f"sent: {reached.reason}")
             start = replace(self._start, memory=b"", heads=heads)
             receipt = Receipt(start, block_bytes, self._vocabulary)
             with self._landing(receipt, blocks) as land:
-                return self._receive(channel, start, receipt, land)
-        self._meter.way("copied")
+                return self._receive(channel, start, receipt, land, f"sent: {reached.reason}")
         theirs, copy = self._start.blocks, reached
 
         def copied(frame: Frame | Complete) -> None:
@@ -157,7 +155,9 @@ class Pull:
                     raise self._revoked()
                 copy(theirs[position], frame.owner, blocks[position])
 
-        return self._receive(channel, self._start, Receipt(self._start, block_bytes, self._vocabulary), copied)
+        return self._receive(
+            channel, self._start, Receipt(self._start, block_bytes, self._vocabulary), copied, "copied"
+        )
 
     @contextmanager
     def _landing(self, receipt: Receipt, blocks: Sequence[BlockId]) -> Iterator[Land]:
@@ -178,7 +178,7 @@ class Pull:
 
             yield put
 
-    def _receive(self, channel: grpc.Channel, start: Start, receipt: Receipt, land: Land) -> Commit:
+    def _receive(self, channel: grpc.Channel, start: Start, receipt: Receipt, land: Land, way: str) -> Commit:
         acks: SimpleQueue[int | None] = SimpleQueue()
         with self._lock:
             if self._cancelled:
@@ -190,12 +190,16 @@ class Pull:
             except ValueError as error:  # as grpc says it
                 raise TransferFailed(f"the connection to {self._address} was closed: {error}") from error
         commit: Commit | None = None
+        accepted = False
         try:
             while True:
                 with self._meter.stalled("frames"):
                     raw = next(call, None)  # raises an RpcError unless the stream ends with OK
                 if raw is None:
                     break
+                if not accepted:
+                    accepted = True
+                    self._meter.way(way)
                 match unpack(raw):
                     case (Frame() | Complete()) as frame if commit is None:
                         began = time.monotonic()

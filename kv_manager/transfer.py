@@ -28,6 +28,7 @@ from bifolio.protos.messages import Geometry, Start
 from .heads import Part
 from .outbox import Outbox, Prefilled
 from .patience import Patience
+from .seldom import Seldom
 from .tls import Tls, server_credentials
 from .traffic import Stall, TrafficMeter
 from .wire import ERROR_KEY, MAX_PAYLOAD, METHOD, SERVICE, Malformed, channel_options, unpack
@@ -37,6 +38,7 @@ __all__ = ["PrefillJob", "PrefillServer", "PrefillSource", "Prefilled"]
 logger = logging.getLogger(__name__)
 
 CERTIFIED_NAMES = "x509_subject_alternative_name"  # as grpc calls them
+START_S = 2.0  # within which a client begins: it has what it needs when it calls, and until then anyone might call
 MAX_DETAILS = 1000  # characters of an error's message: a trailer that is too large would replace the error
 
 
@@ -112,7 +114,8 @@ class PrefillServer:
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serve)
         self._credentials = server_credentials(tls) if tls else None
         self._name = tls.name if tls else None
-        self._patience = Patience(stall_s)
+        self._patience = Patience(stall_s, START_S)
+        self._log = Seldom(logger)
         self._server = grpc.server(
             self._threads,
             handlers=[grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})],
@@ -147,17 +150,27 @@ class PrefillServer:
 
     def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The stream's door: what goes wrong inside leaves as a status, after the job has been left."""
+        peer = context.peer()  # unknown once it has gone
+
+        def failed(error: Exception) -> None:
+            kind = type(error).__name__
+            self._log.warning(kind, f"a prefill stream of {peer} ended: {kind}: {error}")
+
         with self._counted():
             try:
                 with self._source.meter.stream():
                     yield from self._stream(_Inbox(requests, context, self._source.meter, self._patience), context)
                 return
-            except (ClientGone, Stalled) as error:
-                logger.info("a prefill stream of %s ended: %s", context.peer(), error)
+            except ClientGone:
+                return  # as is its right: it is no more than a request that was cancelled
+            except Stalled as error:
+                failed(error)
                 return  # its status is CANCELLED, whatever is said
             except Malformed as error:
+                failed(error)
                 code, details = "INVALID_ARGUMENT", str(error)
             except BifolioError as error:
+                failed(error)
                 code, details = status_of(error)[0], error.message
                 context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
             except Exception as error:
@@ -216,12 +229,13 @@ class _Inbox:
     def receive(self, what_for: Stall) -> object:
         """Its next message; None if it says nothing more."""
         message: bytes | None = None
-        with self._patience.waiting(self._give_up), self._meter.stalled(what_for), suppress(grpc.RpcError):
+        seconds = min(START_S, self._patience.seconds) if what_for == "start" else self._patience.seconds
+        with self._patience.waiting(self._give_up, seconds), self._meter.stalled(what_for), suppress(grpc.RpcError):
             message = next(self._requests, None)
         if message is not None:
             return unpack(message)
         if self._stalled:
-            raise Stalled(f"it let us wait for its {what_for} for more than {self._patience.seconds:g} s")
+            raise Stalled(f"it let us wait for its {what_for} for more than {seconds:g} s")
         if not self._context.is_active():
             raise ClientGone("the client has left it")
         return None

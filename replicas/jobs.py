@@ -112,6 +112,12 @@ class Jobs:
         went to another one, or a block from the cache holds something else.
         """
         core = self._core
+        lease = Lease(core.replica, start.generation, start.blocks, start.request, start.cached_blocks)
+        try:
+            _require_proof(start.secret, core.secret, lease)  # first: nobody else is told anything
+        except StalePlacement:
+            self._refused()
+            raise
         if self.draining:
             raise Draining(f"prefill replica {core.replica} is leaving and takes no new prompt")
         if not core.geometry.fits(start.geometry):
@@ -121,9 +127,7 @@ class Jobs:
             )
         _check(start, core)
         keys = KeyChain(core.geometry, start.salt, start.tokens)
-        lease = Lease(core.replica, start.generation, start.blocks, start.request, start.cached_blocks)
         try:
-            _require_proof(start.secret, core.secret, lease)
             core.tags.open(lease, keys.upto(len(start.tokens)))
         except StalePlacement:
             self._refused()

@@ -1,4 +1,5 @@
-"""Where a replica's own lines go: to its worker's stderr, which Ray keeps in the session's logs.
+"""Where the own lines of a replica, or of the ingress, go: to its worker's stderr, which Ray keeps in the session's
+logs.
 
 Ray and Serve configure their loggers and nobody else's, so without this only warnings would be kept. And Serve puts a
 logger of its own in the place of `sys.stderr`, which holds back a thousand lines.

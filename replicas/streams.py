@@ -26,6 +26,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 
 from bifolio.kv_manager.pull import PrefillClient
+from bifolio.kv_manager.seldom import Seldom
 from bifolio.kv_manager.tls import Tls
 from bifolio.protos.errors import BifolioError, Resumable, Revoked, StalePlacement
 from bifolio.protos.messages import Delta, Generation, Lease, Placement, Request, Start
@@ -56,6 +57,7 @@ class Streams:
         self._open: dict[Generation, tuple[Attempt, Choice]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # that close leases
         self._threads = ThreadPoolExecutor(max_sequences + 2, thread_name_prefix="pull")
+        self._log = Seldom(logger)
         self._client = PrefillClient(
             core.parts, core.meter, tls=Tls.of(core.kv.tls), copies=core.kv.copies, vocabulary=core.vocabulary
         )
@@ -167,6 +169,9 @@ class Streams:
         try:
             commit = await asyncio.shield(attempt.pulled)
         except BifolioError as error:
+            if not isinstance(error, Revoked):
+                what = f"{self._core.replica}: the prompt of request {request.id} did not come from {source.replica}"
+                self._log.warning(type(error).__name__, f"{what}: {type(error).__name__}: {error.message}")
             raise blamed(error, source.replica) from error
         attempt.pulled = None  # it has ended, and would keep the commit as long as the answer lasts
         self._core.transfer.add(attempt.pulled_prompt(commit))

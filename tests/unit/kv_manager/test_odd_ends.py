@@ -100,7 +100,7 @@ def test_a_cancel_that_makes_the_copy_under_way_stale_is_a_cancel() -> None:
 
 def test_a_wait_that_the_garbage_collector_ends_does_not_end_the_watch() -> None:
     """A generator that was dropped may be ended in any line of any thread: also where the watch looks at its waits."""
-    patience = Patience(SOON)
+    patience = Patience(SOON, SOON)
 
     def dropped() -> Iterator[None]:
         with patience.waiting(lambda: None):

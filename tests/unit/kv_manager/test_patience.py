@@ -37,7 +37,7 @@ def _threads() -> Iterator[None]:
 
 @pytest.fixture
 def patience() -> Iterator[Patience]:
-    it = Patience(SOON)
+    it = Patience(SOON, SOON)
     yield it
     it.close()
 

@@ -263,7 +263,7 @@ def test_a_stream_too_many_is_refused_at_once():
     with serving(source, max_streams=1) as address, client_of(MemoryStore(4, SMALL)) as client:
         streams = [in_thread(client.pull(address, start()), ids(1, 2, 3)) for _ in range(3)]  # two may be just ending
         jobs = [source.next_job() for _ in streams]
-        with pytest.raises(TransferFailed, match="RESOURCE_EXHAUSTED"):
+        with pytest.raises(TransferFailed, match="as many Prefill streams as it takes"):
             client.pull(address, start()).run(ids(1, 2, 3))
         for job in jobs:
             job.feed(DONE)

@@ -238,8 +238,10 @@ def test_a_start_that_makes_no_sense_is_refused_and_leaves_no_trace(glassllm_dir
                 {"prompt_logprobs": 2**32 - 1},
                 {"prompt_logprobs": -1},
             ):
+                asked = replace(good, **wrong)
+                lease = replace(placement.prefill, blocks=asked.blocks)
                 with pytest.raises(InvalidRequest):
-                    it.jobs.begin(replace(good, **wrong))
+                    it.jobs.begin(replace(asked, secret=sign(it.prefill.secret, lease)))
             lease = replace(placement.prefill, blocks=tuple(BlockId(b + 50) for b in good.blocks))
             again = replace(good, blocks=lease.blocks, secret=sign(it.prefill.secret, lease))
             with it.jobs.begin(good), pytest.raises(StalePlacement, match="open already"):

@@ -36,7 +36,7 @@ def hurry(it: Pair) -> None:
     """Frames of about a block, few of them unacknowledged, and an end to waiting soon."""
     assert it.server is not None
     it.server._patience.close()
-    it.server._patience = Patience(SOON)
+    it.server._patience = Patience(SOON, SOON)
     it.server._window, it.server._max_frame = 2, it.decode.cache.block_bytes + 100
 
 

@@ -74,7 +74,8 @@ class Outbox:
         while self._sent - self._acked > unacknowledged:
             ack = self._receive("acks")
             if not isinstance(ack, Ack):
-                raise Malformed(f"frame {self._acked} awaits an ack, what came is {type(ack).__name__}")
+                came = "nothing more" if ack is None else type(ack).__name__
+                raise Malformed(f"frame {self._acked} awaits an ack, what came is {came}")
             if not self._acked <= ack.frame < self._sent:
                 raise Malformed(f"an ack of frame {ack.frame}, due were {self._acked}..{self._sent - 1}")
             self._meter.flying(self._acked - ack.frame - 1)

@@ -153,6 +153,8 @@ class PrefillServer:
         peer = context.peer()  # unknown once it has gone
 
         def failed(error: Exception) -> None:
+            if not context.is_active():
+                return  # a client that has gone says nothing more, which may come to us as a mistake of its own
             kind = type(error).__name__
             self._log.warning(kind, f"a prefill stream of {peer} ended: {kind}: {error}")
 
@@ -164,7 +166,7 @@ class PrefillServer:
             except ClientGone:
                 return  # as is its right: it is no more than a request that was cancelled
             except Stalled as error:
-                failed(error)
+                self._log.warning("Stalled", f"a prefill stream of {peer} was given up: {error}")
                 return  # its status is CANCELLED, whatever is said
             except Malformed as error:
                 failed(error)

@@ -16,7 +16,7 @@ BYTES = 16
 
 def sign(key: bytes, lease: Lease) -> bytes:
     """The lease's secret: of its generation, its blocks and how many of them are cached, so that it opens no others."""
-    said = struct.pack(f"<QQI{len(lease.blocks)}I", *lease.generation, lease.cached, *lease.blocks)
+    said = struct.pack(f"<QQq{len(lease.blocks)}I", *lease.generation, lease.cached, *lease.blocks)
     return hmac.digest(key, said, "sha256")[:BYTES]
 
 

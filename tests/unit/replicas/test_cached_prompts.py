@@ -15,6 +15,7 @@ import pytest
 import torch
 from split import Pair, Watch, config, pair
 
+from bifolio.kv_manager.secret import sign
 from bifolio.protos.errors import InvalidRequest
 from bifolio.protos.messages import Delta, Placement, Release, Request, Start
 from bifolio.replicas import streams
@@ -317,8 +318,12 @@ def refused(model: Path, tokens: int, wrong: dict[str, int]) -> str | None:
         assert it.jobs is not None
         request = it.request(TOKENS[:tokens], max_tokens=1)
         placement = await it.place(request)
+        assert it.prefill is not None
+        assert placement.prefill is not None
+        start = replace(start_of(it, request, placement), **wrong)  # type: ignore[arg-type]
+        granted = sign(it.prefill.secret, replace(placement.prefill, cached=start.cached_blocks))
         with pytest.raises(InvalidRequest) as error:
-            it.jobs.begin(replace(start_of(it, request, placement), **wrong))  # type: ignore[arg-type]
+            it.jobs.begin(replace(start, secret=granted))
         it.ledger.revoke(request.id, 0.0)
         return error.value.field
 

@@ -13,7 +13,7 @@ import grpc
 
 from bifolio.protos.errors import BifolioError, ReplicaGone, TransferFailed
 
-from .tls import Certificates, Tls, channel_credentials, name_options
+from .tls import OF_ITS_OWN, Certificates, Tls, channel_credentials, name_options
 from .wire import ERROR_KEY, channel_options
 
 NO_CONNECTION = "failed to connect to all addresses"  # as grpc's details begin then
@@ -37,8 +37,7 @@ class Channels:
         self._options = [
             *channel_options(keepalive_s),
             ("grpc.min_reconnect_backoff_ms", int(keepalive_s * 1000)),  # as long a connection may take; else 20 s
-            ("grpc.use_local_subchannel_pool", 1),  # connections of our own, shared with no other user of grpc
-            ("grpc.enable_http_proxy", 0),  # replicas are neighbours: $http_proxy is not meant for them
+            *OF_ITS_OWN,
             *([] if tls is None else name_options(tls)),
         ]
 

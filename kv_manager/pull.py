@@ -139,14 +139,15 @@ class Pull:
             yield reached
 
     def _received(self, channel: grpc.Channel, reached: Copy | Unreached, blocks: Sequence[BlockId]) -> Commit:
-        block_bytes = sum(part.store.block_bytes for part in self._parts)
-        heads = tuple(part.heads for part in self._parts) if len(self._parts) > 1 else ()
+        start = self._start
         if isinstance(reached, Unreached):
-            start = replace(self._start, memory=b"", heads=heads)
-            receipt = Receipt(start, block_bytes, self._vocabulary)
+            heads = tuple(part.heads for part in self._parts) if len(self._parts) > 1 else ()
+            start = replace(start, memory=b"", heads=heads)
+        receipt = Receipt(start, sum(part.store.block_bytes for part in self._parts), self._vocabulary)
+        if isinstance(reached, Unreached):
             with self._landing(receipt, blocks) as land:
                 return self._receive(channel, start, receipt, land, f"sent: {reached.reason}")
-        theirs, copy = self._start.blocks, reached
+        theirs, copy = start.blocks, reached
 
         def copied(frame: Frame | Complete) -> None:
             assert isinstance(frame, Complete), "the receipt takes no other where blocks are copied"
@@ -155,9 +156,7 @@ class Pull:
                     raise self._revoked()
                 copy(theirs[position], frame.owner, blocks[position])
 
-        return self._receive(
-            channel, self._start, Receipt(self._start, block_bytes, self._vocabulary), copied, "copied"
-        )
+        return self._receive(channel, start, receipt, copied, "copied")
 
     @contextmanager
     def _landing(self, receipt: Receipt, blocks: Sequence[BlockId]) -> Iterator[Land]:

@@ -22,7 +22,10 @@ from .config import TlsConfig
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 3.0
-OF_ITS_OWN = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+OF_ITS_OWN = [
+    ("grpc.use_local_subchannel_pool", 1),  # connections of our own, shared with no other user of grpc
+    ("grpc.enable_http_proxy", 0),  # replicas are neighbours: $http_proxy is not meant for them
+]
 
 Stamp = tuple[tuple[int, int, int], ...]  # of each file: by which it is seen that it was replaced
 

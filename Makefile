@@ -4,6 +4,7 @@
 #   make check  format, lint, types, imports, unit tests
 #   make aot    the Triton kernels compiled for four GPU architectures, without a GPU, and what came of them
 #   make gpu-dry-run  the run for a GPU on a CPU, in Triton's interpreter: tries the code, measures nothing
+#   make chaos  200 faults on a real cluster under load: half an hour, and a table of what came of each
 #   make docs-check  the Python blocks of docs/attention.md, and whether they print what stands there
 #   make native the C++ kernels again, all of them; the other targets do it where a source has changed
 # PIP_ARGS is handed to pip, for example to choose PyTorch's CPU build on a machine without a GPU.
@@ -17,11 +18,11 @@ FOLDERS := cluster replicas kv_manager kernels protos
 NATIVE := kernels/native_generic.so
 BUILD_NATIVE = $(BIN)/python setup.py -q build_ext --inplace
 
-.PHONY: demo test unit check aot gpu-dry-run docs-check fuzz native format protos dev clean
+.PHONY: demo test unit check aot gpu-dry-run chaos docs-check fuzz native format protos dev clean
 .DELETE_ON_ERROR:
 
 # Without g++ a demo runs on torch and says so; what passes no test must not look tested
-test unit check native: export BIFOLIO_REQUIRE_NATIVE := 1
+test unit check chaos native: export BIFOLIO_REQUIRE_NATIVE := 1
 
 demo: .venv/.installed $(NATIVE)
 	@$(BIN)/bifolio models pull smollm2-135m
@@ -47,6 +48,9 @@ aot: dev
 
 gpu-dry-run: dev
 	PYTHON=$(BIN)/python benchmarks/gpu.sh --cpu-interpreter
+
+chaos: dev $(NATIVE)
+	$(BIN)/python -P benchmarks/chaos.py
 
 docs-check: dev $(NATIVE)
 	$(BIN)/python -P benchmarks/docs_check.py

@@ -39,6 +39,7 @@ from bifolio.kv_manager import keys
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.kv_manager.tags import BlockTags
+from bifolio.protos.measures import Speeds
 from bifolio.protos.messages import (
     Ask,
     BlockId,
@@ -53,7 +54,6 @@ from bifolio.protos.messages import (
     Report,
     RequestId,
     Role,
-    Speeds,
 )
 
 sys.path.append(os.path.dirname(__file__))

@@ -23,7 +23,8 @@ from bifolio.kv_manager.traffic import TrafficMeter
 from bifolio.kv_manager.transfer import Prefilled, PrefillServer
 from bifolio.kv_manager.wire import MAX_PAYLOAD, channel_options
 from bifolio.protos.errors import Revoked
-from bifolio.protos.messages import BlockId, Generation, Geometry, RequestId, Start, Traffic
+from bifolio.protos.measures import Traffic
+from bifolio.protos.messages import BlockId, Generation, Geometry, RequestId, Start
 from bifolio.replicas.block_stores import HostBlocks
 from bifolio.replicas.host_share import HostShare
 from bifolio.replicas.kv_cache import KvCache

@@ -24,6 +24,7 @@ class Account:
     moved: Moved = field(default_factory=Moved)  # of the last attempt that brought tokens
     placement: Placement | None = None  # the last one
     resumes: int = 0
+    paused: float = 0.0  # from ends of attempts to the next tokens, of all choices
 
     def elapsed(self) -> float:
         return time.monotonic() - self.began
@@ -64,5 +65,6 @@ class Account:
                 bytes=self.moved.bytes,
                 resumes=self.resumes,
                 reason=placement.reason,
+                paused_s=self.paused,
             ),
         )

@@ -5,6 +5,8 @@ Heavy imports wait: Ray reads its environment when it is imported.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 APPLICATION = "bifolio"
 MANAGER = "kv-manager"
+DRAIN_MARGIN_S = 5.0  # beyond `pools.drain_s`, for what a replica does when its last stream has ended
 SERVICER = "bifolio.protos.inference_pb2_grpc.add_InferenceServicer_to_server"
 
 # Fresh large allocations page-fault at 1 GB/s: keep what was allocated once; in one place, or each of gRPC's threads
@@ -40,8 +43,15 @@ def build(config: ClusterConfig, model: Path, listen: Listen = "loopback") -> An
     common = {
         "max_ongoing_requests": 100_000,  # the ledger admits; Serve must never queue
         "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": config.pools.drain_s + DRAIN_MARGIN_S,
+        # Three failures in a row, and Serve lets the replica end what it has and starts another
         "health_check_period_s": 2,
-        "health_check_timeout_s": 10,
+        "health_check_timeout_s": 5,
+    }
+
+    specs = {
+        role: replica_spec(config, model, (MANAGER, APPLICATION), used.num_gpus or 1.0, listen)
+        for role, used in config.pools.used.items()
     }
 
     # Not as decorators: then the module's name would no longer be the class, and Serve would pickle it by value.
@@ -50,19 +60,32 @@ def build(config: ClusterConfig, model: Path, listen: Listen = "loopback") -> An
             name=role.capitalize(),
             num_replicas=config.pools.wanted[role],
             ray_actor_options=actor_options(config, role),
-            graceful_shutdown_timeout_s=60,
             **common,
             **options,
         )
-        share = config.pools.used[role].num_gpus or 1.0
-        return make(cls).bind(replica_spec(config, model, (MANAGER, APPLICATION), share, listen))
+        return _versioned(make(cls), specs[role], _stamp(model)).bind(specs[role])
 
     router = {"request_router_class": "bifolio.cluster.router:PlacementRouter"}
     decode = pool("decode", DecodeReplica, request_router_config=router)
     prefill = [pool("prefill", PrefillReplica)] if config.pools.prefill.replicas else []
-    ingress = serve.deployment(name="Ingress", ray_actor_options={"num_cpus": 0}, **common)(Ingress)
+    door = {"num_replicas": config.ingress.replicas, "ray_actor_options": {"num_cpus": 0}}
+    ingress = _versioned(serve.deployment(name="Ingress", **door, **common)(Ingress), config, _stamp(model))
     # The ingress never calls prefill; binding it here makes it part of the application.
     return ingress.bind(config, model, (MANAGER, APPLICATION), decode, *prefill)
+
+
+def _versioned(deployment: Any, *what: object) -> Any:
+    """As long as it is made of the same, Serve leaves the replicas as they are when it is deployed again: by default it
+    replaces all of them, also where only their number changes. Ray has no public way to say so, and is pinned."""
+    parts = (importlib.metadata.version("bifolio"), *what)
+    version = hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:16]
+    return deployment.options(version=version, _internal=True)
+
+
+def _stamp(model: Path) -> tuple[tuple[str, int, int], ...]:
+    """Of the model's files: other ones have another."""
+    files = sorted(model.iterdir()) if model.is_dir() else [model]
+    return tuple((str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files)
 
 
 def actor_options(config: ClusterConfig, role: str) -> dict[str, Any]:

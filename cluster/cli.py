@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bifolio.protos.errors import BifolioError, InvalidRequest, Unavailable
+from bifolio.protos.errors import BifolioError, InvalidRequest
 
 # flag of `serve` and `verify` -> path in the configuration
 _FLAGS = {
@@ -120,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status)
     status.add_argument("--address", default="127.0.0.1:8000", help="HTTP address (default: %(default)s)")
     status.add_argument("--json", action="store_true", help="as JSON")
+
+    drain = commands.add_parser("drain", help="have a replica leave: its requests go on, another one takes its place")
+    drain.set_defaults(run=_drain)
+    drain.add_argument("replica", metavar="REPLICA", help="its id in `bifolio status`, or how that begins")
+    drain.add_argument("--address", default="127.0.0.1:8000", help="HTTP address (default: %(default)s)")
+    drain.add_argument("--wait", action="store_true", help="until it has left and as many are alive as before")
 
     demo = commands.add_parser("demo", help="start a cluster, ask it over HTTP and gRPC, show what moved, stop it")
     demo.set_defaults(run=_demo)
@@ -231,7 +237,9 @@ def _prompt(args: argparse.Namespace) -> Any:
 
 
 def _status(args: argparse.Namespace) -> int:
-    status = _get_json(f"http://{args.address.removeprefix('http://').rstrip('/')}/status")
+    from .plain_http import get
+
+    status = get(args.address, "/status")
     if args.json:
         print(json.dumps(status, indent=2))
         return 0
@@ -241,20 +249,11 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
-def _get_json(url: str) -> Any:
-    import urllib.error
-    import urllib.request
+def _drain(args: argparse.Namespace) -> int:
+    from .drain import drain
 
-    try:
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through $http_proxy
-        with direct.open(url, timeout=10) as reply:
-            return json.load(reply)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise Unavailable(f"{url} answers {error.code}: {error.read(500).decode(errors='replace')}") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise Unavailable(f"{url} does not answer ({reason}); is `bifolio serve` running there?") from error
+    drain(args.replica, args.address, wait=args.wait)
+    return 0
 
 
 def _models_list(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from bifolio.replicas.config import (
     GPU_DEFAULTS,
     DecodePoolConfig,
     EngineConfig,
+    IngressConfig,
     ModelConfig,
     PoolConfig,
     PrefillPoolConfig,
@@ -34,6 +35,13 @@ class PoolsConfig(FrozenConfig):
 
     prefill: PrefillPoolConfig = Field(default=PrefillPoolConfig(), description="The replicas that compute prompts.")
     decode: DecodePoolConfig = Field(default=DecodePoolConfig(), description="The replicas that generate tokens.")
+    drain_s: float = Field(
+        default=60.0,
+        ge=1,
+        le=86_400,
+        description="What a replica of any role that leaves has left is given this long to end; then streams of decode "
+        "replicas go on at others, and those of an ingress break.",
+    )
 
     @property
     def wanted(self) -> dict[str, int]:
@@ -91,6 +99,7 @@ class ClusterConfig(FrozenConfig):
     engine: EngineConfig = Field(default=EngineConfig(), description="The engine of every replica.")
     pools: PoolsConfig = Field(default=PoolsConfig(), description="How many replicas do what.")
     kv: KvConfig = Field(default=KvConfig(), description="The KV manager: leases, heartbeats, waiting.")
+    ingress: IngressConfig = Field(default=IngressConfig(), description="The processes behind the doors.")
     redis: RedisConfig = Field(
         default=RedisConfig(), description="Where the cluster keeps what must outlive its KV manager."
     )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+SILENT_S = 3.0  # a replica that has not reported for longer is shown as silent
+
 
 class Answers:
     """Prints the answers to one request as they come: of several, one after the other, each under its number."""
@@ -66,17 +68,21 @@ def print_status(status: dict[str, Any]) -> None:
     """The KV manager's snapshot: replicas as a table, and what the cell has done since the manager began."""
     from rich.console import Console
 
+    from bifolio.kv_manager.resumes import CAUSES
     from bifolio.kv_manager.split import REASONS
 
     words = ("id", "role", "state", "address")
     counts = ("pid", "free", "cached", "leased", "total", "offered", "active", "held")
     table = _table(f"{status['model']}: {status['waiting']} waiting", words, counts)
     for replica in status["replicas"]:
-        table.add_row(*(str(replica[name]) for name in words + counts))
+        shown = replica | {"state": _state(replica)}
+        table.add_row(*(str(shown[name]) for name in words + counts))
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)  # in a pipe nothing is cut off
     console.print(table)
     if transfers := [replica for replica in status["replicas"] if _has_moved(replica["transfer"])]:
         console.print(_transfers(transfers))
+    for lost in status["lost"]:
+        console.print(f"lost {lost['ago_s']:.0f} s ago: {lost['role']} replica {lost['id']}: {lost['why']}")
     if not status["store"]["answers"]:
         console.print(f"Redis is away: {status['store']['where']}; serving goes on, a cancel is not kept for a restart")
     cache = status["cache"]
@@ -88,6 +94,16 @@ def print_status(status: dict[str, Any]) -> None:
     for reason, why in REASONS.items():
         if count := status["splits"].get(reason):
             console.print(f"{reason}: {count} {'request' if count == 1 else 'requests'}, {why}")
+    for cause, why in CAUSES.items():
+        if count := status["resumes"].get(cause):
+            console.print(f"placed again, {cause}: {count} {'time' if count == 1 else 'times'}, {why}")
+
+
+def _state(replica: Mapping[str, Any]) -> str:
+    """ "alive", "stalled: engine 6 s", "alive, silent for 4 s" """
+    stalled = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in replica["stalled"].items())
+    silent = f", silent for {silent_s:.0f} s" if (silent_s := replica["silent_s"]) >= SILENT_S else ""
+    return f"{replica['state']}{f': {stalled}' if stalled else ''}{silent}"
 
 
 def _table(title: str, words: Sequence[str], counts: Sequence[str], more: Sequence[str] = ()) -> Table:

@@ -17,54 +17,36 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
 from bifolio.kv_manager import keys
-from bifolio.protos.errors import BifolioError, Preempted, ReplicaGone, Resumable, Unavailable
+from bifolio.protos.errors import BifolioError, Draining, ReplicaGone, Unavailable
 from bifolio.protos.messages import Ask, Delta, Geometry, Key, Placement, ReplicaId, Request, RequestId, choice_id
 
 from .account import Account
 from .choices import Choices, Merged
-from .open_requests import OpenRequests
+from .open_requests import Lost, OpenRequests
+from .tries import Ended, Tries
 
 logger = logging.getLogger(__name__)
 
-MOST_TRIES = 3  # attempts in a row that bring no token
-PAUSE_S = 0.05  # before the next attempt, for each that brought no token
-MANAGER_S = 10.0  # how long a request waits for a KV manager that is being restarted
+MANAGER_S = 60.0  # how long a request waits for a KV manager that is away
 LONG = 4096  # tokens: the keys of more take so long (a millisecond) that other streams would feel it
-
-
-@dataclass(slots=True)
-class Tries:
-    """Attempts in a row that failed, and replicas to keep the next one away from."""
-
-    count: int = 0
-    avoid: tuple[ReplicaId, ...] = ()
-    used: tuple[ReplicaId, ...] = ()  # prefill replicas of attempts that did not end by decode's fault
-
-    def failed(self, cause: Resumable, placement: Placement | None = None) -> None:
-        self.count += not isinstance(cause, Preempted)  # it waits for its turn again, nothing has failed
-        if self.count >= MOST_TRIES:
-            raise Unavailable(f"{self.count} attempts in a row brought no token; the last ended with {cause.message}")
-        if placement is not None and placement.prefill is not None and cause.replica != placement.decode.replica:
-            self.used = (*self.used, placement.prefill.replica)
-        if cause.replica is not None:
-            self.avoid = (*self.avoid, ReplicaId(cause.replica))
-        if self.count == MOST_TRIES - 1:  # for the last attempt: decode can prefill itself
-            self.avoid = (*self.avoid, *self.used)
 
 
 class Frontend:
     """The ingress' side of the request path."""
 
-    def __init__(self, manager: Any, decode: Any) -> None:
+    def __init__(self, manager: Any, decode: Any, *, attempts: int, silence_s: float) -> None:
+        """A request ends with an error after so many `attempts` in a row that brought no token. `silence_s` as in
+        OpenRequests."""
         self._manager = manager
         self._decode = decode.options(stream=True, method_name="generate")
-        self._requests = OpenRequests(manager)
+        self._attempts_most = attempts
+        self.requests = OpenRequests(manager, silence_s)
 
     async def generate(self, choices: Choices, account: Account) -> AsyncGenerator[Delta, None]:
         """Each delta has new tokens of one choice, and the last of a choice says why it ends. Closing the iterator is
@@ -73,13 +55,13 @@ class Frontend:
         The prompt's logprobs, if asked for, come once: with the first tokens of all.
 
         Raises InvalidRequest, Overloaded, Revoked if the request is cancelled by its id, or Unavailable after
-        `MOST_TRIES` attempts that brought no token.
+        `attempts` that brought no token.
         """
         request = choices.request
-        with self._requests.opened(request.id) as opened:
+        with self.requests.opened(request.id) as opened:
             refused = False
             try:
-                async with aclosing(Merged("all", self._attempts(request, account, Tries()))) as streams:
+                async with aclosing(Merged("all", self._attempts(request, account, self._tries()))) as streams:
                     while choices.open:
                         delta = await opened.next(streams)
                         choice = delta.choice
@@ -92,8 +74,8 @@ class Frontend:
                                 self._manager.revoke.remote(choice_id(request.id, choice))
                                 await streams.close(choice)
                         if delta.resumable is not None and choice in choices.open:
-                            tries = Tries()
-                            tries.failed(self._cause(*delta.resumable))
+                            tries = self._tries()
+                            tries.failed(self._ended(*delta.resumable), account.placement, time.monotonic())
                             account.resumes += 1
                             streams.add(choice, self._attempts(choices.alone(choice), account, tries))
             except BifolioError:
@@ -105,7 +87,7 @@ class Frontend:
 
     async def cancel(self, id: RequestId) -> None:
         """Gives a request up, wherever it is or will be. Unavailable if that cannot be noted for good."""
-        self._requests.cancel(id)
+        self.requests.cancel(id)
         await self._ask(self._manager.cancel, id)
 
     async def _attempts(self, request: Request, account: Account, tries: Tries) -> AsyncGenerator[Delta, None]:
@@ -113,7 +95,7 @@ class Frontend:
         end together, those that are left come out as resumable: each is to go on as a request of its own."""
         while True:
             if tries.count:
-                await asyncio.sleep(PAUSE_S * tries.count)
+                await asyncio.sleep(tries.pause_s)
             placement = await self._admit(request, tries, account)
             began, left, brought = time.monotonic(), set(_numbers(request)), False
             tokens: list[int] = []  # of the only choice
@@ -121,7 +103,8 @@ class Frontend:
                 async with aclosing(self._attempt(placement, request)) as deltas:
                     async for delta in deltas:
                         if delta.tokens and not brought:
-                            brought, tries.count = True, 0
+                            brought = True
+                            account.paused += tries.brought(time.monotonic())
                             account.first_tokens(delta, placement, began)
                         if request.n == 1:
                             tokens.extend(delta.tokens)
@@ -129,59 +112,66 @@ class Frontend:
                             left.discard(delta.choice)
                         yield delta
                 return
-            except Resumable as error:
-                cause = error
-            logger.warning("request %s: an attempt ended: %s", request.id, cause.message)
+            except Ended as error:
+                ended = error
+            logger.warning("request %s: an attempt ended: %s", request.id, ended.message)
             if request.n > 1 and (brought or len(left) < request.n):
                 for choice in sorted(left):
-                    yield Delta(resumable=(type(cause).__name__, cause.message, cause.replica), choice=choice)
+                    yield Delta(resumable=(ended.name, str(ended), ended.replica), choice=choice)
                 return
-            tries.failed(cause, placement)
+            tries.failed(ended, placement, time.monotonic())
             account.resumes += 1
             if tokens:
                 request = replace(request, generated=(*request.generated, *tokens), prompt_logprobs=None)
 
     async def _attempt(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
-        """The deltas of one decode stream, each of one choice. Raises Resumable if not all choices end in it."""
-        cause = Resumable("the decode stream ended without a reason", placement.decode.replica)
+        """The deltas of one decode stream, each of one choice. Raises Ended if not all choices end in it."""
+        replica = placement.decode.replica
+        ended = Ended("ReplicaGone", f"the stream of decode replica {replica} ended without a reason", replica)
         stream = self._decode.remote(placement, request)
         left, over = request.n, False
         try:
-            async for delta in stream:
-                if request.n == 1 and delta.choice != request.sampling.choice:
-                    delta = replace(delta, choice=request.sampling.choice)
-                if delta.resumable is not None and (request.n == 1 or delta.choice is None):
-                    cause, over = self._cause(*delta.resumable), True
-                    delta = replace(delta, resumable=None)
-                left -= delta.finish is not None or delta.resumable is not None
-                if delta.tokens or delta.resumable is not None:
-                    yield delta
+            with self.requests.served_by(replica) as waiting:
+                async for delta in waiting.over(stream):
+                    if request.n == 1 and delta.choice != request.sampling.choice:
+                        delta = replace(delta, choice=request.sampling.choice)
+                    if delta.resumable is not None and (request.n == 1 or delta.choice is None):
+                        ended, over = self._ended(*delta.resumable), True
+                        delta = replace(delta, resumable=None)
+                    left -= delta.finish is not None or delta.resumable is not None
+                    if delta.tokens or delta.resumable is not None:
+                        yield delta
         except Exception as error:
-            cause = self._lost(placement, error)
+            ended = self._lost(replica, error)
         finally:
             if left and not over:
                 stream.cancel()
         if left:
-            raise cause
+            raise ended
 
-    def _cause(self, name: str, message: str, replica: str | None) -> Resumable:
+    def _tries(self) -> Tries:
+        return Tries(self._attempts_most)
+
+    def _ended(self, name: str, message: str, replica: str | None) -> Ended:
         """Why a decode stream ended early, in its own words. A prefill replica that is gone is reported."""
         if name == ReplicaGone.__name__ and replica is not None:
             self._manager.report_state.remote(replica, "dead")
-        kind = Preempted if name == Preempted.__name__ else Resumable
-        return kind(message if name == Resumable.__name__ else f"{name}: {message}", replica)
+        return Ended(name, message, replica)
 
-    def _lost(self, placement: Placement, error: Exception) -> Resumable:
+    def _lost(self, replica: ReplicaId, error: Exception) -> Ended:
         """Why a decode stream broke: whatever Serve or the network raised, the replica is not to be relied on."""
         ours = own_error(error)
-        replica = placement.decode.replica
-        if isinstance(ours, ReplicaGone):  # Serve no longer offers it: it is leaving, and finishes what it has
+        if isinstance(ours, Lost):  # the manager knows
+            return Ended("ReplicaGone", ours.message, replica)
+        if isinstance(ours, Draining):  # it finishes what it has
             self._manager.report_state.remote(replica, "draining")
-        elif isinstance(ours, BifolioError):
+        if isinstance(ours, Draining | ReplicaGone):  # the router's words
+            return Ended(type(ours).__name__, ours.message, replica)
+        if isinstance(ours, BifolioError):
             raise ours
-        elif isinstance(error, RayActorError):
+        if isinstance(error, RayActorError):
             self._manager.report_state.remote(replica, "dead")
-        return Resumable(f"the stream of decode replica {replica} broke: {error!r}", replica)
+        return Ended("ReplicaGone", f"the stream of decode replica {replica} broke: {error!r}", replica)
 
     async def _admit(self, request: Request, tries: Tries, account: Account) -> Placement:
         """Waits as long as the KV manager lets it, and a moment for a manager that is restarting. The last try relies
@@ -193,10 +183,11 @@ class Frontend:
             request.arrival,
             tries.avoid,
             n=request.n,
-            keys=await self._keys(request, account.model) if tries.count < MOST_TRIES - 1 else {},
+            keys={} if tries.last else await self._keys(request, account.model),
             model=account.model,
             tenant=request.tenant,
             priority=request.priority,
+            cause=tries.cause,
         )
         account.asked = account.asked or time.monotonic()
         placement: Placement = await self._ask(self._manager.admit, ask)
@@ -207,7 +198,7 @@ class Frontend:
         """By model. None where the whole prompt is to be computed, because every token of it is to be reported on."""
         if request.prompt_logprobs is not None:
             return {}
-        geometries = [g for g in await self._requests.geometries() if model in (None, g.fingerprint)]
+        geometries = [g for g in await self.requests.geometries() if model in (None, g.fingerprint)]
         if len(request.history) > LONG:
             return await asyncio.to_thread(_keys_of, request, geometries)
         return _keys_of(request, geometries)

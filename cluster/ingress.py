@@ -16,16 +16,18 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from bifolio.kv_manager.actor import connect
+from bifolio.kv_manager.logs import log_to_stderr
 from bifolio.protos import inference_pb2 as pb
 from bifolio.protos.errors import BifolioError, Unavailable
+from bifolio.protos.messages import ReplicaId
 from bifolio.replicas.kv_memory import ITEMSIZES, context_of
-from bifolio.replicas.logs import log_to_stderr
+from bifolio.replicas.leaving import Leaving, on_sigterm
 from bifolio.replicas.model_files import model_config
 
 from .answer import Piece, answer, in_thread
@@ -34,7 +36,9 @@ from .chat_schema import ChatRequest
 from .completion_schema import CompletionRequest
 from .config import ClusterConfig
 from .convert import logprobs_to_pb, query_from_pb
-from .frontend import Frontend
+from .frontend import Frontend, own_error
+from .health import Health, alive_of, health
+from .last_seen import LastSeen
 from .metrics import render
 from .openai import not_served
 from .peers import OnlyLoopback
@@ -48,6 +52,8 @@ from .tokenizer import Tokenizer
 from .words import ChatWords, CompletionWords
 
 METRICS = "text/plain; version=0.0.4"  # Prometheus' format
+HEALTH_S = 1.0  # how long /health waits for the KV manager, and then goes by what it last said
+MANAGER_S = 2.0  # and others that ask for its state
 
 api = FastAPI(title="Bifolio", docs_url=None, redoc_url=None, redirect_slashes=False)
 api.add_middleware(OnlyLoopback)
@@ -90,8 +96,19 @@ class Ingress:
             min(MOST_CHOICES, config.engine.max_sequences),
         )
         self._wanted = config.pools.wanted
+        self._kv = config.kv
         self._manager = connect(*manager)
-        self._frontend = Frontend(self._manager, decode)
+        self._seen = LastSeen(self._manager, config.kv.silence_s)
+        self._frontend = Frontend(
+            self._manager, decode, attempts=config.ingress.attempts, silence_s=config.kv.silence_s
+        )
+        self._leaving = Leaving()
+        on_sigterm(self._leaving.leave)
+
+    async def check_health(self) -> None:
+        """Serve asks every few seconds: it replaces this process when it raises, which it does when it shall leave."""
+        self._frontend.requests.watch()
+        self._leaving.check()
 
     def _answer(self, query: Any) -> AsyncGenerator[Piece, None]:
         return answer(query, self._served, self._frontend)
@@ -156,14 +173,26 @@ class Ingress:
         check_model(name, self._served.name)
         return (await self.models())["data"][0]
 
+    @api.post("/v1/replicas/{id:path}/drain")
+    async def drain(self, id: str) -> Any:
+        """Asks a replica to leave: it takes no new work, ends what it has, and another one comes."""
+        try:
+            await asyncio.wait_for(self._manager.drain.remote(ReplicaId(id)), MANAGER_S)
+        except (TimeoutError, RayActorError) as error:
+            raise self._no_manager(error) from error
+        except RayError as error:
+            raise own_error(error) or error from error
+        return {"id": id, "leaving": True}
+
     @api.get("/health")
     async def health(self) -> Response:
-        """200 when a request would be placed: a decode replica is alive. Also how many are, of those wanted."""
-        alive = [r["role"] for r in (await self._status())["replicas"] if r["state"] == "alive"]
-        pools = {role: {"alive": alive.count(role), "wanted": wanted} for role, wanted in self._wanted.items()}
-        ready = "decode" in alive
-        status = "ok" if ready else "no decode replica is alive"
-        return JSONResponse({"status": status, "pools": pools}, 200 if ready else 503)
+        """200 when a request would be served now, 503 when not; what stands still or is missing, stage by stage."""
+        await self._seen.refresh(HEALTH_S)
+        seen, judged = self._seen.settled, self._health()
+        alive = alive_of(seen["replicas"] if seen else (), self._kv.silence_s)
+        pools = {role: {"alive": alive.get(role, 0), "wanted": wanted} for role, wanted in self._wanted.items()}
+        content = {"status": judged.status, "stages": judged.stages, "pools": pools}
+        return JSONResponse(content, 200 if judged.ready else 503)
 
     @api.get("/status")
     async def status(self) -> Any:
@@ -171,14 +200,26 @@ class Ingress:
 
     @api.get("/metrics")
     async def metrics(self) -> Response:
-        return PlainTextResponse(render(await self._status()), media_type=METRICS)
+        snapshot = await self._status()
+        return PlainTextResponse(render(snapshot, self._health().stages), media_type=METRICS)
 
     async def _status(self) -> dict[str, Any]:
         try:
-            snapshot: dict[str, Any] = await self._manager.snapshot.remote()
-        except RayActorError as error:
-            raise Unavailable(f"the KV manager does not answer; it is being restarted: {error}") from error
+            snapshot = await self._seen.ask(MANAGER_S)
+        except (TimeoutError, RayActorError) as error:
+            raise self._no_manager(error) from error
         return {"model": self._served.name, **snapshot}
+
+    def _health(self) -> Health:
+        return health(self._seen.settled, self._wanted, self._kv.split, self._kv.silence_s, self._silent_s())
+
+    def _silent_s(self) -> float:
+        """Since the KV manager last answered anything: it is asked each second."""
+        return min(self._seen.heard_s, self._frontend.requests.silent_s)
+
+    def _no_manager(self, error: BaseException) -> Unavailable:
+        why = f"it is being started again: {error}" if isinstance(error, RayActorError) else "try again in some seconds"
+        return Unavailable(f"the KV manager has not answered for {self._silent_s():.1f} s; {why}")
 
     # gRPC: Serve calls the methods of bifolio.v1.Inference by name
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -17,15 +18,17 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from bifolio.protos.errors import ConfigError, Unavailable
 
-from .reaper import KEEP, MARK
+from . import gcs
+from .reaper import KEEP, MARK, marked
 
-SHUTDOWN_S = 20.0  # after this every process is killed
+SHUTDOWN_S = 10.0  # after this every process is killed
 LOWEST_PORT, HIGHEST_PORT = 20_000, 32_000  # the system's own begin at 32768
-PORTS_PER_RANGE = 16  # replicas of the ingress, old and new, during a roll-over
+PORTS_PER_RANGE = 48  # replicas of the ingress: old ones that drain, new ones, and those whose ports rest
 
 
 def free_ports(count: int, spoken_for: Collection[int] = ()) -> list[int]:
@@ -65,16 +68,24 @@ def environment(directory: Path, mark: str, doors: Collection[int]) -> dict[str,
     grpc = http + PORTS_PER_RANGE
     proxy = directory / "ha"
     return {
+        **gcs.storage(directory / "gcs"),
         MARK: mark,
         "RAY_AUTH_MODE": "token",  # Ray's own ports are not on loopback alone
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # inherited, never written to a file
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",  # with the next: less CPU per token, and no lost gRPC cancels
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # above the longest stream: a reload cuts what is older
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "86400",  # above the longest stream: a reload cuts what is older
+        "RAY_SERVE_PORT_QUARANTINE_S": "10",  # of an ingress that is gone; by default above the last, and ports run out
+        # A check's interval is also its timeout: an ingress that stands still gets no more requests after 2.5 s
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+        "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "2",  # then the next one is tried
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",  # a HAProxy that has died is started again after three
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "4",  # HAProxy has heard of an ingress' leaving by then
+        # Also what an ingress was given and has not begun to answer when it died or closed: asking twice is safe
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
@@ -99,29 +110,62 @@ def private_place(doors: Collection[int]) -> Iterator[Path]:
     Must be entered before anything imports ray: its constants are read from the environment at import. When the
     context ends as Unavailable the files are kept, because logs say more.
     """
-    directory = Path(tempfile.mkdtemp(prefix="bifolio-"))  # short, as unix sockets lie below it
-    mark = uuid.uuid4().hex
-    # Started first, so it does not carry the mark itself, and apart from our session, so Ctrl-C does not reach it
-    command = [sys.executable, "-P", "-m", "bifolio.cluster.reaper", mark, str(directory)]
-    reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    assert reaper.stdin is not None
-    os.environ.update(environment(directory, mark, doors))
-    try:
+    with contextlib.ExitStack() as stack:
+        with _held_back():  # a signal between these lines would leave the directory behind
+            directory = Path(tempfile.mkdtemp(prefix="bifolio-"))  # short, as unix sockets lie below it
+            mark = uuid.uuid4().hex
+            # Started first, so it does not carry the mark itself, and apart from our session: it sees no Ctrl-C
+            command = [sys.executable, "-P", "-m", "bifolio.cluster.reaper", mark, str(directory)]
+            reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            stack.push(lambda *exception: _reaped(reaper, keep=isinstance(exception[1], Unavailable)))
+        os.environ.update(environment(directory, mark, doors))
         yield directory
-    except Unavailable:
-        reaper.stdin.write(KEEP)
-        raise
-    finally:
-        reaper.stdin.close()
-        reaper.wait()
 
 
 @contextlib.contextmanager
-def local_ray(directory: Path) -> Iterator[Path]:
-    """A Ray cluster in a private place, for the time of the context. Yields the folder of its logs."""
+def _held_back() -> Iterator[None]:
+    """Signals that would stop us wait until the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _reaped(reaper: subprocess.Popen[bytes], *, keep: bool) -> None:
+    assert reaper.stdin is not None
+    with reaper.stdin:
+        if keep:
+            reaper.stdin.write(KEEP)
+    reaper.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRay:
+    logs: Path
+    gcs: gcs.Gcs
+
+
+@contextlib.contextmanager
+def local_ray(directory: Path) -> Iterator[LocalRay]:
+    """A Ray cluster in a private place, for the time of the context. It ends at once, whatever it does."""
+    with contextlib.ExitStack() as stack:
         import ray
 
+        stack.callback(_shut_down)
+        try:
+            _init(directory)
+        except Exception as error:  # of no class of its own where the machine is too busy
+            raise Unavailable(f"Ray did not start: {error}") from error
+        address = ray.get_runtime_context().gcs_address
+        record = stack.enter_context(gcs.kept_alive(marked(os.environ[MARK]), address))
+        yield LocalRay(directory / "ray" / "session_latest" / "logs", record)
+
+
+def _init(directory: Path) -> None:
+    import ray
+
+    with _groups_of_their_own():
         ray.init(
             address="local",  # also where RAY_ADDRESS names another cluster
             num_cpus=os.cpu_count(),
@@ -131,21 +175,31 @@ def local_ray(directory: Path) -> Iterator[Path]:
             object_store_memory=100_000_000,  # neither KV bytes nor tokens travel through it
             _temp_dir=str(directory / "ray"),  # Ray opens this one to all users
         )
-        yield directory / "ray" / "session_latest" / "logs"
+
+
+_apart = threading.Event()  # whether processes forked now lead process groups
+os.register_at_fork(after_in_child=lambda: os.setpgid(0, 0) if _apart.is_set() else None)
+
+
+@contextlib.contextmanager
+def _groups_of_their_own() -> Iterator[None]:
+    """What a terminal or supervisor sends to our group does not reach the processes that Ray starts meanwhile: when
+    they end is for us to say. Ray runs Python in each before it becomes what it is, or this would not be called."""
+    _apart.set()
+    try:
+        yield
     finally:
-        _shut_down()
+        _apart.clear()
 
 
 def _shut_down() -> None:
-    """Let Serve and Ray end in order, as long as they do not take too long."""
+    """Let Ray end in order, as long as it does not take too long. Serve is not asked: it would wait for streams, and
+    those that may end have."""
 
     def orderly() -> None:
         with contextlib.suppress(Exception):
             import ray
-            from ray import serve
 
-            if ray.is_initialized():  # or the next line would start another Ray, to look whether Serve runs there
-                serve.shutdown()
             ray.shutdown()
 
     worker = threading.Thread(target=orderly, daemon=True)

@@ -7,13 +7,17 @@ again with that. Labels are replicas, roles and reasons, never tenants or reques
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from bifolio.kv_manager.resumes import CAUSES
 from bifolio.kv_manager.split import REASONS
+from bifolio.protos.messages import Stage
+
+from .health import OK
 
 STATES = ("free", "cached", "leased")  # of blocks: they add up to all there are
 
@@ -25,6 +29,7 @@ _OF_REPLICAS = {
     "bifolio_leases_revoked": ("revoked", "Leases that were taken back and are not closed yet."),
     "bifolio_queued_tokens": ("queued_tokens", "Prompt tokens placed on the replica and not computed yet."),
     "bifolio_prefill_tokens_per_second": ("prefill_tokens_per_s", "Prompt tokens it computes in a second."),
+    "bifolio_replica_silent_seconds": ("silent_s", "Seconds since its last report."),
 }
 
 # bifolio_transfer_... -> (what of a replica's transfers, what it says)
@@ -50,19 +55,25 @@ _SUMS_BY = {
 }
 
 
-def render(snapshot: Mapping[str, Any]) -> bytes:
-    return generate_latest(
-        _Families([*_replicas(snapshot["replicas"]), *_transfers(snapshot["replicas"]), *_cell(snapshot)])
-    )
+def render(snapshot: Mapping[str, Any], stages: Mapping[Any, str]) -> bytes:
+    """`stages` is of the cell's health."""
+    replicas = snapshot["replicas"]
+    families = [*_replicas(replicas), *_transfers(replicas), *_cell(snapshot), *_health(stages)]
+    return generate_latest(_Families(families))
 
 
 def _replicas(replicas: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
     who = ("replica", "role")
-    alive = GaugeMetricFamily("bifolio_replica_alive", "1: it takes new work; 0: it is leaving.", labels=who)
+    alive = GaugeMetricFamily(
+        "bifolio_replica_alive", "1: it takes new work; 0: it is leaving or stands still.", labels=who
+    )
     blocks = GaugeMetricFamily(
         "bifolio_kv_blocks", "Blocks by state; the states add up to all there are.", labels=(*who, "state")
     )
     leases = GaugeMetricFamily("bifolio_leases", "Leases, offered or active.", labels=(*who, "state"))
+    stalled = GaugeMetricFamily(
+        "bifolio_replica_stalled_seconds", "How long a stage of it has stood still.", labels=(*who, "stage")
+    )
     others = {name: GaugeMetricFamily(name, text, labels=who) for name, (_, text) in _OF_REPLICAS.items()}
     for replica in replicas:
         labels = (replica["id"], replica["role"])
@@ -71,9 +82,11 @@ def _replicas(replicas: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
             blocks.add_metric((*labels, state), replica[state])
         for state in ("offered", "active"):
             leases.add_metric((*labels, state), replica[state])
+        for stage in get_args(Stage):
+            stalled.add_metric((*labels, stage), replica["stalled"].get(stage, 0))  # what is not there goes on
         for name, (key, _) in _OF_REPLICAS.items():
             others[name].add_metric(labels, replica[key])
-    return iter((alive, blocks, leases, *others.values()))
+    return iter((alive, blocks, leases, stalled, *others.values()))
 
 
 def _transfers(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -115,9 +128,24 @@ def _cell(snapshot: Mapping[str, Any]) -> Iterator[Metric]:
     for reason in REASONS:
         splits.add_metric((reason,), snapshot["splits"].get(reason, 0))
     yield splits
+    resumes = CounterMetricFamily(
+        "bifolio_resumes", "Requests that were placed again, by why: see kv_manager/resumes.py.", labels=("cause",)
+    )
+    for cause in CAUSES:
+        resumes.add_metric((cause,), snapshot["resumes"].get(cause, 0))
+    yield resumes
     yield _counter("bifolio_prefix_asked_tokens", "Tokens of the histories placed.", cache["asked_tokens"])
     yield _counter("bifolio_prefix_hit_tokens", "Those that were cached where they are needed.", cache["hit_tokens"])
     yield _counter("bifolio_evicted_blocks", "Cached blocks given away to be written.", cache["evicted_blocks"])
+
+
+def _health(stages: Mapping[Any, str]) -> Iterator[Metric]:
+    well = GaugeMetricFamily(
+        "bifolio_health", "1: the stage gets on; 0: see /health for what stands still there.", labels=("stage",)
+    )
+    for stage, sentence in stages.items():
+        well.add_metric((stage,), sentence == OK)
+    yield well
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -1,7 +1,10 @@
 """The requests that are open at this ingress: known by their ids, confirmed at the KV manager, and cancelled from afar.
 
 The manager takes back what belongs to a request that no ingress confirms. Its answer brings the geometries of the
-models that are served, without which no keys of blocks can be computed. Knows nothing about placements or text.
+models that are served, without which no keys of blocks can be computed, and the replicas that were lost: who waits for
+one of them waits no longer, whatever its connection says. A manager that does not answer is started again.
+
+Knows nothing about placements or text.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from bifolio.protos.errors import InvalidRequest, Revoked
-from bifolio.protos.messages import Geometry, RequestId
+import ray
+
+from bifolio.protos.errors import BifolioError, InvalidRequest, Revoked
+from bifolio.protos.messages import Confirmed, Geometry, ReplicaId, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -25,65 +30,106 @@ FIRST_S = 1.0  # how long a request waits for geometries while none are known; t
 T = TypeVar("T")
 
 
-class Open:
-    """One of them. What it waits for ends when it is cancelled."""
+class Lost(BifolioError):
+    """The replica that serves a stream is not there any more."""
 
-    def __init__(self, id: RequestId) -> None:
-        self._id = id
-        self._cancelled = False
+
+class Waiting:
+    """Somebody who waits for streams, until that is ended from elsewhere."""
+
+    def __init__(self) -> None:
+        self._error: BifolioError | None = None
         self._scope: asyncio.Timeout | None = None
 
-    def cancel(self) -> None:
-        if self._scope is not None and not self._cancelled:
+    def end(self, error: BifolioError) -> None:
+        """What is waited for now, or would be next, raises this."""
+        if self._scope is not None and self._error is None:
             self._scope.reschedule(0)  # a time long ago
-        self._cancelled = True
+        self._error = self._error or error
 
     async def next(self, stream: AsyncIterator[T]) -> T:
-        """What the stream has next. Raises Revoked at once if the request is cancelled, or has been."""
-        revoked = Revoked(f"request {self._id} was cancelled")
-        if self._cancelled:
-            raise revoked
+        """What the stream has next."""
+        if self._error is not None:
+            raise self._error
         try:
             async with asyncio.timeout(None) as self._scope:
                 return await anext(stream)
         except TimeoutError:
-            if self._cancelled:
-                raise revoked from None
+            if self._error is not None:
+                raise self._error from None
             raise
         finally:
             self._scope = None
+
+    def over(self, stream: AsyncIterable[T]) -> AsyncIterator[T]:
+        """The stream, waited for so."""
+        return _Over(self, aiter(stream))
+
+
+class _Over(AsyncIterator[T]):
+    def __init__(self, waiting: Waiting, stream: AsyncIterator[T]) -> None:
+        self._waiting, self._stream = waiting, stream
+
+    def __anext__(self) -> Coroutine[None, None, T]:
+        return self._waiting.next(self._stream)
 
 
 class OpenRequests:
     """Lives on one event loop, from its first request on."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, silence_s: float) -> None:
+        """A manager that lets a call wait for `silence_s` is started again."""
         self._manager = manager
-        self._open: dict[RequestId, Open] = {}
+        self._silence_s = silence_s
+        self._open: dict[RequestId, Waiting] = {}
+        self._served: dict[ReplicaId, set[Waiting]] = {}
         self._geometries: tuple[Geometry, ...] = ()
         self._call: asyncio.Task[None] | None = None  # the confirmation under way, or the last one
         self._confirming: asyncio.Task[None] | None = None
-        self._heard = True
+        self._heard: float | None = None  # when the manager answered; None before the first call
+        self._answers = True
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the manager has not answered."""
+        return 0.0 if self._heard is None else time.monotonic() - self._heard
+
+    def watch(self) -> None:
+        """Confirm from now on, also while no request is open."""
+        if self._confirming is None:
+            self._heard = time.monotonic()
+            self._confirming = asyncio.create_task(self._keep_confirming())
 
     @contextmanager
-    def opened(self, id: RequestId) -> Iterator[Open]:
+    def opened(self, id: RequestId) -> Iterator[Waiting]:
         if id in self._open:
             raise InvalidRequest(
                 f"the request id {id} belongs to a request that is still open; allowed: one that is not in use",
                 "request_id",
             )
-        if self._confirming is None:
-            self._confirming = asyncio.create_task(self._keep_confirming())
-        opened = self._open[id] = Open(id)
+        self.watch()
+        opened = self._open[id] = Waiting()
         try:
             yield opened
         finally:
             del self._open[id]
 
+    @contextmanager
+    def served_by(self, replica: ReplicaId) -> Iterator[Waiting]:
+        """A stream of this replica is waited for: with Lost, once the manager says that it is lost."""
+        waiting = Waiting()
+        self._served.setdefault(replica, set()).add(waiting)
+        try:
+            yield waiting
+        finally:
+            self._served[replica].discard(waiting)
+            if not self._served[replica]:
+                del self._served[replica]
+
     def cancel(self, id: RequestId) -> None:
-        """Ends a request here and now, if it is open here."""
+        """Ends a request here and now, with Revoked, if it is open here."""
         if opened := self._open.get(id):
-            opened.cancel()
+            opened.end(Revoked(f"request {id} was cancelled"))
 
     async def geometries(self) -> tuple[Geometry, ...]:
         """Of the models that are served, as far as is known. For a request that is open."""
@@ -106,9 +152,20 @@ class OpenRequests:
 
     async def _call_manager(self) -> None:
         try:
-            self._geometries = await self._manager.confirm.remote(tuple(self._open))
-            self._heard = True
+            async with asyncio.timeout(self._silence_s):
+                confirmed: Confirmed = await self._manager.confirm.remote(tuple(self._open))
+        except TimeoutError:
+            logger.error("the KV manager has not answered for %g s: it is started again", self._silence_s)
+            self._answers = False
+            ray.kill(self._manager, no_restart=False)
         except Exception as error:  # it is being restarted, or whatever: the next call is soon enough
-            if self._heard:
+            if self._answers:
                 logger.warning("the KV manager does not confirm requests: %r", error)
-            self._heard = False
+            self._answers = False
+        else:
+            if not self._answers:
+                logger.info("the KV manager answers again, after %.1f s", self.silent_s)
+            self._answers, self._heard, self._geometries = True, time.monotonic(), confirmed.geometries
+            for replica, why in confirmed.lost.items():
+                for waiting in self._served.get(replica, ()):
+                    waiting.end(Lost(f"decode replica {replica} is lost: {why}"))

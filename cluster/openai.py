@@ -22,8 +22,8 @@ Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
 PATHS = (
-    "POST /v1/completions, /v1/chat/completions, /v1/requests/{id}/cancel, /tokenize, /detokenize, "
-    "GET /v1/models, /health, /status, /metrics"
+    "POST /v1/completions, /v1/chat/completions, /v1/requests/{id}/cancel, "
+    "/v1/replicas/{id}/drain, /tokenize, /detokenize, GET /v1/models, /health, /status, /metrics"
 )
 
 _CODES: dict[type[BaseException], str] = {

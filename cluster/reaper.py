@@ -18,6 +18,7 @@ from pathlib import Path
 
 MARK = "BIFOLIO_CLUSTER"  # the variable by which a cluster's processes are known; they all inherit it
 KEEP = b"keep"
+LATE_S = 5.0  # threads of a process that has no environment any more may still make files for a moment
 
 
 def marked(mark: str) -> list[int]:
@@ -37,8 +38,10 @@ def reap(mark: str, directory: Path, *, keep: bool) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
-    if not keep:
+    until = time.monotonic() + LATE_S
+    while not keep and directory.exists() and time.monotonic() < until:
         shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.05)
 
 
 def main() -> None:

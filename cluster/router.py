@@ -17,7 +17,7 @@ from typing import Any
 
 from ray.serve.request_router import RequestRouter
 
-from bifolio.protos.errors import ReplicaGone
+from bifolio.protos.errors import Draining, ReplicaGone
 
 
 class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
@@ -37,8 +37,10 @@ class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
                 if is_retry:  # it could not be reached
                     await asyncio.sleep(0.05)
                 return live[wanted]
-            if wanted in self.seen or age >= patience_s:
-                raise ReplicaGone(f"decode replica {wanted} is not (or no longer) known to the router", wanted)
+            if wanted in self.seen:
+                raise Draining(f"decode replica {wanted} has left, or is leaving: Serve no longer offers it", wanted)
+            if age >= patience_s:
+                raise ReplicaGone(f"decode replica {wanted} is not known to the router yet", wanted)
             await asyncio.sleep(0.02)
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:

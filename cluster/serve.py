@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -16,30 +15,32 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from bifolio.kv_manager import redis_url
 from bifolio.kv_manager.config import TlsConfig
 from bifolio.protos.errors import ConfigError, Unavailable
-from bifolio.replicas.host_memory import host_memory
-from bifolio.replicas.kv_memory import ITEMSIZES, check_host, context_of
-from bifolio.replicas.model_files import check_model, model_config
+from bifolio.replicas.model_files import check_model
 
-from .app import APPLICATION, MANAGER, SERVICER, build
+from . import doors
+from .app import APPLICATION, MANAGER
 from .config import ClusterConfig
-from .devices import Node, describe, on_devices
-from .embedded_redis import embedded_redis
-from .local import local_ray, private_place, require_free
+from .deploy import Say, deploy
+from .embedded_redis import EmbeddedRedis
+from .local import LocalRay, local_ray, private_place, require_free
 from .models import resolve
 from .query import template_of
 from .tokenizer import Tokenizer
+from .watch import Snapshot, Watch, counted, streams
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOOK_S = 0.5  # between two looks at a cluster that starts
-WATCH_S = 2.0  # and at one that serves
+WATCH_S = 2.0  # between two looks at a cluster that serves
+MISSES = 2  # so many questions in a row to the KV manager without an answer are told
+LOOK_S = 0.5  # between two looks at what may end
+TELL_S = 2.0  # and between two lines about that
+LAST_S = 0.5  # for the last words of streams to reach their clients
+TOGETHER_S = 1.0  # signals so close are one
 LOST_S = 60.0  # a cluster that does not answer for so long is given up
-
-Say = Callable[[str], None]
 
 
 class _Stop(BaseException):
@@ -47,9 +48,13 @@ class _Stop(BaseException):
 
 
 def _raise_stop(number: int, frame: FrameType | None) -> None:
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # stopping has begun, once is enough
+    _ignore_signals()
     raise _Stop(number)
+
+
+def _ignore_signals() -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
 
 
 def _handle_signals() -> None:
@@ -79,26 +84,29 @@ def serve(config: ClusterConfig) -> int:
     ready = False
     _handle_signals()
     try:
-        say(f"starting Ray, for {_pools(config.pools.wanted)}")
-        doors = (config.http.port, config.grpc.port)
+        say(f"starting Ray, for {counted(config.pools.wanted)}")
         with (
             open(os.devnull, "w") as nowhere,
             contextlib.redirect_stdout(nowhere),
-            private_place(doors) as place,
-            _redis(config, place, say) as redis,
-            local_ray(place) as logs,
+            private_place((config.http.port, config.grpc.port)) as place,
+            _redis(config, place, say) as (url, valkey),
+            local_ray(place) as here,
         ):
             _handle_signals()  # Ray has put its own
             try:
-                _start(config, model, redis, say)
+                deploy(config, model, url, say)
                 ready, host = True, config.http.host
-                say(f"logs: {logs}")
+                say(f"logs: {here.logs}")
                 say(f"ready: http://{host}:{config.http.port}/v1 and grpc://{host}:{config.grpc.port}")
-                _watch(config, say)
+                try:
+                    _watch(config, here, valkey, say)
+                except _Stop:
+                    _let_end(config, place, say)
             except Unavailable as error:
-                raise Unavailable(f"{error.message}\nits logs are kept: {logs}") from error
+                raise Unavailable(f"{error.message}\nits logs are kept: {here.logs}") from error
             finally:
                 say("stopping")
+        return 0
     except _Stop as stop:
         return 0 if ready else 128 + int(stop.args[0])
     except SystemExit:  # from the handler that Ray puts in ray.init, for as long as that runs
@@ -129,125 +137,87 @@ def check_redis(url: str) -> None:
 
 
 @contextlib.contextmanager
-def _redis(config: ClusterConfig, place: Path, say: Say) -> Iterator[str]:
+def _redis(config: ClusterConfig, place: Path, say: Say) -> Iterator[tuple[str, EmbeddedRedis | None]]:
     """The address of the one that is configured, or of the cluster's own, which ends after all that use it."""
     if config.redis.url is not None:
         say(f"Redis: {redis_url.shown(config.redis.url)}")
-        yield config.redis.url
+        yield config.redis.url, None
     else:
-        with embedded_redis(place / "redis") as url:
+        with EmbeddedRedis(place / "redis") as server:
             say("Redis: a Valkey of the cluster's own")
-            yield url
+            yield server.url, server
 
 
-def _start(config: ClusterConfig, model: Path, redis: str, say: Say) -> None:
-    """Decide on devices, deploy, and say which replicas are there, until all are."""
-    import ray
-    from ray import serve
-    from ray.exceptions import RayError
-
-    from bifolio.kv_manager.actor import connect, start
-
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # our own lines say what happens
-    try:
-        nodes = _nodes()
-        config = on_devices(config, nodes)
-        _check(config, model)
-        say(describe(config, nodes))
-        start(MANAGER, APPLICATION, config.kv, redis)
-        serve.start(
-            http_options={"host": config.http.host, "port": config.http.port},
-            grpc_options={"port": config.grpc.port, "grpc_servicer_functions": [SERVICER]},
-        )
-        say(f"loading {config.model.source}")
-        target = serve.RunTarget(build(config, model), name=APPLICATION, route_prefix="/")
-        serve.run_many([target], wait_for_applications_running=False)
-        _wait_until_running(config, say)
-        for line in _caches(ray.get(connect(MANAGER, APPLICATION).snapshot.remote())["replicas"]):
+def _watch(config: ClusterConfig, here: LocalRay, valkey: EmbeddedRedis | None, say: Say) -> NoReturn:
+    """Say what is lost and comes back, and start again what nobody else would. Ends by _Stop, or as Unavailable when
+    the cluster is lost."""
+    look, watch, heard, missed = _looks(), Watch(config.pools.wanted), time.monotonic(), 0
+    while True:
+        time.sleep(WATCH_S)
+        if here.gcs.revive():
+            say("Ray's GCS has died: started again")
+        _revive(valkey, say)
+        if (snapshot := look()) is None:
+            missed += 1
+            if missed == MISSES:
+                say("the KV manager does not answer")
+            if time.monotonic() - heard > LOST_S:
+                raise Unavailable(f"the KV manager has not answered for {LOST_S:.0f} s")
+            continue
+        if missed >= MISSES:
+            say("the KV manager answers again")
+        heard, missed = time.monotonic(), 0
+        for line in watch.news(snapshot):
             say(line)
-    except (RayError, RuntimeError) as error:
-        raise Unavailable(f"the cluster did not start: {error}") from error
 
 
-def _check(config: ClusterConfig, model: Path) -> None:
-    """Refuse here, now that the device is known, what replicas would refuse."""
-    assert config.model.dtype is not None, "the configuration is resolved"
-    shape, engine, itemsize = model_config(model), config.engine, ITEMSIZES[config.model.dtype]
-    context_of(shape, engine, itemsize)
-    if engine.device == "cpu":
-        check_host(shape, engine, itemsize, sum(config.pools.wanted.values()), host_memory())
-        if engine.kernels == "triton" and not os.environ.get("TRITON_INTERPRET"):
-            raise ConfigError(
-                "engine.kernels: triton: there is no GPU; allowed with one, or with TRITON_INTERPRET=1 in the "
-                "environment, which is for tests: it is many times slower"
-            )
+def _revive(valkey: EmbeddedRedis | None, say: Say) -> None:
+    try:
+        if valkey is not None and valkey.revive():
+            say("the cluster's own Valkey has died: started again")
+    except Unavailable as error:
+        say(error.message)  # the next look tries again
 
 
-def _caches(replicas: list[dict[str, Any]]) -> Iterator[str]:
-    """How the KV caches came to their sizes: what the first replica of each role says, equal lines once."""
-    roles: dict[str, list[str]] = {}
-    for role in ("prefill", "decode"):
-        for line in next((replica["cache"] for replica in replicas if replica["role"] == role), ()):
-            roles.setdefault(line, []).append(role)
-    yield from (f"KV cache, {' and '.join(who)}: {line}" for line, who in roles.items())
+def _let_end(config: ClusterConfig, place: Path, say: Say) -> None:
+    """Until no stream is open, or the time is up. Ends by _Stop at a second signal: not one that came with the first,
+    as it does where a supervisor tells both a process and its group."""
+    look, began, armed = _looks(), time.monotonic(), False
+    doors.shut(place)
+    left, said, told = -1, -1, began
+    while left and (now := time.monotonic()) - began < config.pools.drain_s:
+        if not armed and now - began > TOGETHER_S:
+            _handle_signals()
+            armed = True
+        if (snapshot := look()) is not None:
+            left = streams(snapshot)
+        if said < 0 < left:
+            say(f"stopping: {left} streams may end, up to {config.pools.drain_s:.0f} s; again to stop at once")
+            said = left
+        elif 0 < left != said and now - told > TELL_S:
+            say(f"stopping: {left} left")
+            said, told = left, now
+        if left:
+            time.sleep(LOOK_S)
+    _ignore_signals()
+    if said > 0:
+        time.sleep(LAST_S)
 
 
-def _nodes() -> tuple[Node, ...]:
-    """What the cluster has."""
-    import ray
-
-    return tuple(Node.of(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"])
-
-
-def _wait_until_running(config: ClusterConfig, say: Say) -> None:
-    from ray import serve
-
-    wanted, before = config.pools.wanted, {"prefill": 0, "decode": 0}
-    while (application := serve.status().applications.get(APPLICATION)) is None or application.status != "RUNNING":
-        deployments = application.deployments if application else {}
-        for deployment in deployments.values():
-            if "failed" in deployment.message.lower():
-                last = [line for line in deployment.message.strip().splitlines() if line.strip()][-1]
-                raise Unavailable(f"the cluster did not start: a replica failed: {last}")
-        running = {n.lower(): d.replica_states.get("RUNNING", 0) for n, d in deployments.items()}
-        alive = {role: running.get(role, 0) for role in wanted}
-        if alive != before:
-            say(f"alive: {_pools(wanted, alive)}")
-            before = alive
-        time.sleep(LOOK_S)
-    if before != wanted:
-        say(f"alive: {_pools(wanted, wanted)}")
-
-
-def _watch(config: ClusterConfig, say: Say) -> NoReturn:
-    """Say when replicas or Redis are lost and come back. Ends by _Stop, or as Unavailable when the cluster is lost."""
+def _looks() -> Callable[[], Snapshot | None]:
+    """Asks the KV manager for a snapshot; None if it does not answer."""
     import ray
     from ray.exceptions import RayError
 
     from bifolio.kv_manager.actor import connect
 
-    wanted = before = config.pools.wanted
-    manager, heard = connect(MANAGER, APPLICATION), time.monotonic()
-    answered = True
-    while True:
-        time.sleep(WATCH_S)
+    manager = connect(MANAGER, APPLICATION)
+
+    def look() -> Snapshot | None:
         try:
-            snapshot = ray.get(manager.snapshot.remote(), timeout=WATCH_S)
-        except RayError as error:
-            if time.monotonic() - heard > LOST_S:
-                raise Unavailable(f"the KV manager has not answered for {LOST_S:.0f} s: {error}") from error
-            continue
-        heard = time.monotonic()
-        roles = [replica["role"] for replica in snapshot["replicas"] if replica["state"] == "alive"]
-        alive = {role: roles.count(role) for role in wanted}
-        if alive != before:
-            say(f"alive: {_pools(wanted, alive)}")
-            before = alive
-        if (answers := snapshot["store"]["answers"]) != answered:
-            where = snapshot["store"]["where"]
-            say(f"Redis answers again: {where}" if answers else f"Redis is away, serving goes on without it: {where}")
-            answered = answers
+            snapshot: Snapshot = ray.get(manager.snapshot.remote(), timeout=WATCH_S)
+        except RayError:
+            return None
+        return snapshot
 
-
-def _pools(wanted: dict[str, int], alive: dict[str, int] | None = None) -> str:
-    return ", ".join(f"{alive[role]} of {n} {role}" if alive else f"{n} {role}" for role, n in wanted.items())
+    return look

@@ -33,7 +33,7 @@ import ray
 
 from bifolio.protos.messages import (
     Ask,
-    Geometry,
+    Confirmed,
     Placement,
     Release,
     ReplicaId,
@@ -43,10 +43,12 @@ from bifolio.protos.messages import (
     RequestId,
 )
 
+from . import drill
 from .admission import AdmissionQueue, Outcome
 from .config import KvConfig
 from .keeper import Keeper
 from .ledger import Ledger
+from .logs import log_to_stderr
 from .snapshot import snapshot
 from .store import MemoryStore, RedisStore, cell_of
 
@@ -68,8 +70,10 @@ class KvManager:
     """`cell` names what it keeps in Redis. Without a Redis it remembers nothing beyond its own life."""
 
     def __init__(self, config: KvConfig, cell: str = "", redis_url: str | None = None) -> None:
+        log_to_stderr()
         self._config = config
         self._lock = threading.Lock()
+        self._went_on = time.monotonic()  # when somebody was placed, or blocks came back, or last nobody waited
         self._queue = AdmissionQueue(config)
         self._waiters: dict[RequestId, Future[Placement]] = {}
         self._keeper = Keeper(RedisStore(redis_url, cell) if redis_url else MemoryStore(), config.tombstone_s)
@@ -115,20 +119,27 @@ class KvManager:
             self._pump(now)
         self._loop.call_soon_threadsafe(self._keeper.bury, request)
 
-    async def confirm(self, requests: tuple[RequestId, ...]) -> tuple[Geometry, ...]:
-        """All that are open at an ingress. Returns the geometries whose keys it should ask with."""
+    async def confirm(self, requests: tuple[RequestId, ...]) -> Confirmed:
+        """All that are open at an ingress."""
         with self._lock:
-            self._ledger.confirm(requests, time.monotonic())
-            return self._ledger.geometries()
+            return self._ledger.confirm(requests, time.monotonic())
 
     async def register(self, info: ReplicaInfo, report: Report) -> None:
         with self._lock:
             now = time.monotonic()
             self._ledger.register(info, report, now)
             self._pump(now)
+        logger.info("%s replica %s is here, with %d leases", info.role, info.id, len(report.leases))
+
+    async def drain(self, replica: ReplicaId) -> None:
+        """Asks a replica to leave. InvalidRequest if there is none of this name."""
+        with self._lock:
+            self._ledger.drain(replica)
+        logger.info("replica %s is asked to leave", replica)
 
     async def heartbeat(self, report: Report) -> Reply:
         with self._lock:
+            drill.point("manager")
             now = time.monotonic()
             reply = self._ledger.heartbeat(report, now)
             self._pump(now)
@@ -138,19 +149,23 @@ class KvManager:
         with self._lock:
             for each in releases:
                 self._ledger.release(each)
-            self._pump(time.monotonic())
+            self._went_on = time.monotonic()
+            self._pump(self._went_on)
 
-    async def report_state(self, replica: ReplicaId, state: Literal["dead", "draining"]) -> None:
+    async def report_state(self, replica: ReplicaId, state: Literal["dead", "draining", "gone"]) -> None:
         with self._lock:
             now = time.monotonic()
             self._ledger.report_state(replica, state, now)
             self._pump(now)
+        logger.info("replica %s is said to be %s", replica, state)
 
     async def snapshot(self) -> dict[str, Any]:
         with self._lock:
-            queue = self._queue.snapshot(time.monotonic())
+            now = time.monotonic()
+            idle_s = now - self._went_on if len(self._queue) else 0.0
+            queue = {**self._queue.snapshot(now), "idle_s": round(idle_s, 1)}
             store = {"where": self._keeper.where, "answers": self._keeper.answers}
-            return {**snapshot(self._ledger), "waiting": len(self._queue), "queue": queue, "store": store}
+            return {**snapshot(self._ledger, now), "waiting": len(self._queue), "queue": queue, "store": store}
 
     # -- with the lock held
 
@@ -179,6 +194,7 @@ class KvManager:
 
     def _settle(self, outcomes: Iterable[Outcome]) -> None:
         for request, outcome in outcomes:
+            self._went_on = time.monotonic()
             future = self._waiters.pop(request)
             if not future.set_running_or_notify_cancel():
                 continue  # the caller left; its `admit` is about to revoke what it was given
@@ -203,9 +219,13 @@ class KvManager:
     def _expire(self) -> None:
         with self._lock:
             now = time.monotonic()
-            self._ledger.expire(now)
+            said = self._ledger.expire(now)
+            if not len(self._queue):
+                self._went_on = now
             self._settle(self._queue.expire(now, models=self._models()))
             self._pump(now)
+        for sentence in said:
+            logger.warning("%s", sentence)
 
     async def _keep(self, began: Future[Ledger]) -> None:
         """Remember, for as long as the actor lives. `began` is given a ledger with the tombstones of earlier ones."""

@@ -15,27 +15,17 @@ When a lease is closed its last blocks come first in the order of forgetting: a 
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bifolio.protos.messages import (
-    BlockId,
-    Generation,
-    Lease,
-    Release,
-    ReplicaInfo,
-    Report,
-    RequestId,
-    Speeds,
-    Traffic,
-    family,
-)
+from bifolio.protos.measures import Speeds, Traffic
+from bifolio.protos.messages import BlockId, Generation, Lease, Release, ReplicaInfo, Report, RequestId, Stage, family
 
 from .blocks import Blocks
 from .prefix_index import Shelf
 
-State = Literal["alive", "draining"]
+State = Literal["alive", "draining", "stalled"]
 
 
 @dataclass(slots=True)
@@ -60,6 +50,8 @@ class Book:
         self.blocks = Blocks(info.blocks, shelf)
         self.shelf, self.bit = shelf, shelf.bit
         self.draining = False  # in its own words
+        self.leaving = False  # it is asked to leave, in every reply
+        self.stalled: Mapping[Stage, float] = {}  # in its own words
         self.shunned_until = 0.0  # a peer says it is leaving; that holds for a while, in case the peer was wrong
         self.leases: dict[Generation, Held] = {}
         self.beat = -1  # of the newest report
@@ -77,12 +69,12 @@ class Book:
 
     @property
     def state(self) -> State:
-        return "alive" if self.alive else "draining"
+        return "stalled" if self.stalled else "alive" if self.alive else "draining"
 
     @property
     def alive(self) -> bool:
         """Takes new work."""
-        return not (self.draining or self.shunned_until)
+        return not (self.draining or self.leaving or self.shunned_until or self.stalled)
 
     def has_room(self, leases: int, fresh: int = 0) -> bool:
         """For so many leases, which write `fresh` blocks; what they read has to be looked at besides."""
@@ -126,12 +118,21 @@ class Book:
             if request in (lease.request, family(lease.request)):
                 self._revoke(generation)
 
-    def revoke_unconfirmed(self, confirmed: dict[RequestId, float], before: float) -> None:
-        """Leases of requests that nobody has said to be open since."""
+    def revoke_unconfirmed(self, confirmed: dict[RequestId, float], before: float) -> list[RequestId]:
+        """Leases of requests that nobody has said to be open since; whose they were."""
+        names = []
         for request, generations in list(self.families.items()):
             if confirmed.get(request, before) <= before:
                 for generation in [g for g in generations if self.leases[g].since <= before]:
+                    names.append(self.leases[generation].request)
                     self._revoke(generation)
+        return names
+
+    def revoke_overtaken(self, newest: Mapping[RequestId, Generation]) -> None:
+        """Leases of requests that were placed elsewhere while nobody knew of this replica."""
+        for generation, lease in list(self.leases.items()):
+            if not lease.revoked and newest.get(lease.request, generation) > generation:
+                self._revoke(generation)
 
     def expire(self, now: float) -> None:
         if now >= self.shunned_until:
@@ -152,7 +153,7 @@ class Book:
         assert report.since <= self.version, "changes between the two are not known"
         self.beat, self.heard, self.draining = report.beat, now, report.draining
         self.reported, self.held = len(report.leases), report.held
-        self.speeds, self.traffic = report.speeds, report.traffic
+        self.speeds, self.traffic, self.stalled = report.speeds, report.traffic, report.stalled
         listed = {x.generation: x for x in report.leases if self._released.get(x.generation, -1) < report.beat}
         self._released = {g: beat for g, beat in self._released.items() if beat >= report.beat}
         for generation, lease in [(g, lease) for g, lease in self.leases.items() if g not in listed]:

@@ -46,13 +46,15 @@ class KvConfig(FrozenConfig):
         default=10.0,
         ge=0.1,
         le=600,
-        description="A replica that has not reported for this long is removed with its leases.",
+        description="A replica that has not reported for this long is removed with its leases, and its requests go on "
+        "elsewhere. A KV manager that has not answered an ingress for this long is started again.",
     )
     growth_s: float = Field(
-        default=5.0,
+        default=15.0,
         ge=0.1,
         le=60,
-        description="A decode replica's reserve holds the blocks it drew in this many seconds.",
+        description="A decode replica's reserve holds the blocks that it draws in this many seconds: so long streams "
+        "go on while the KV manager is away.",
     )
     starve_s: float = Field(
         default=0.25,
@@ -115,7 +117,8 @@ class KvConfig(FrozenConfig):
         default=10.0,
         ge=0.1,
         le=600,
-        description="A transfer whose other side neither begins nor acknowledges for this long is given up.",
+        description="A transfer whose other side neither begins, nor acknowledges, nor says that it is at work for "
+        "this long is given up.",
     )
     copies: bool = Field(
         default=True,

@@ -3,6 +3,7 @@ leases, Ray, or which store it is.
 
     begin ──▶ the epoch, from the store, or without it from the clock alone
     round ──▶ epoch stored, owed tombstones written, those that were there found once       again and again
+              a store that has lost the epoch has lost all: every tombstone that still stands is owed again
 
 A coroutine that does rounds is the only one to use the store; `bury` and the rest belong to its event loop, too.
 """
@@ -36,6 +37,7 @@ class Keeper:
         self._tombstone_s = tombstone_s
         self._clock = clock
         self._owed: dict[RequestId, float] = {}  # tombstones to be written, until when they stand
+        self._written: dict[RequestId, float] = {}  # and those that have been
         self._stored = False  # the epoch, once
         self._found = False  # the tombstones that were there
         self._shared = False  # said so
@@ -59,14 +61,14 @@ class Keeper:
     async def round(self) -> dict[RequestId, float]:
         """Brings the store up to date. Returns the tombstones that were there, with the seconds they still stand: once,
         when it first answers."""
-        self._owed = {request: until for request, until in self._owed.items() if until > self._clock()}
+        self._owed, self._written = self._standing(self._owed), self._standing(self._written)
         try:
             await self._keep()
             for request, until in list(self._owed.items()):
                 if (left := until - self._clock()) > 0:
                     await self._store.bury(request, left)
                 if self._owed[request] == until:
-                    del self._owed[request]
+                    self._written[request] = self._owed.pop(request)
             found = {} if self._found else await self._store.buried()
         except Unavailable as error:
             self._is_away(error)
@@ -94,8 +96,14 @@ class Keeper:
     async def close(self) -> None:
         await self._store.close()
 
+    def _standing(self, tombstones: dict[RequestId, float]) -> dict[RequestId, float]:
+        return {request: until for request, until in tombstones.items() if until > self._clock()}
+
     async def _keep(self) -> None:
         newest = await self._store.keep(self.epoch)
+        if not newest and self._stored:
+            logger.warning("the store has forgotten what it held, and is told again: %s", self.where)
+            self._owed = self._written | self._owed
         if newest > self.epoch and not self._stored:
             self.outdated = True
         elif newest > self.epoch and not self._shared:

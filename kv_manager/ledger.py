@@ -22,10 +22,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Literal
 
-from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Revoked, Unavailable
+from bifolio.protos.errors import DoesNotFit, GeometryMismatch, InvalidRequest, Revoked, Unavailable
 from bifolio.protos.messages import (
     Ask,
     BlockId,
+    Cause,
+    Confirmed,
     Generation,
     Geometry,
     Lease,
@@ -45,6 +47,7 @@ from . import policy, split
 from .blocks import Counts
 from .book import Book
 from .config import KvConfig
+from .losses import Losses
 from .policy import Need
 from .prefix_index import PrefixIndex
 from .secret import sign
@@ -56,6 +59,8 @@ class Ledger:
     def __init__(self, epoch: int, config: KvConfig | None = None) -> None:
         self.epoch = epoch
         self.splits: Counter[split.Reason] = Counter()  # requests admitted, by why they were split or not
+        self.resumes: Counter[Cause] = Counter()  # those of them that were placed again, by why
+        self.losses = Losses()
         self.asked_tokens = 0  # of the histories admitted, and those of them that were cached where they are computed
         self.hit_tokens = 0
         self._config = config or KvConfig()
@@ -128,9 +133,10 @@ class Ledger:
         self._bury(request, now + self._config.tombstone_s)
         self._revoke(request)
 
-    def confirm(self, requests: Iterable[RequestId], now: float) -> None:
+    def confirm(self, requests: Iterable[RequestId], now: float) -> Confirmed:
         """These are open at an ingress; the names of their choices are not needed."""
         self._confirmed.update((family(request), now) for request in requests)
+        return Confirmed(self.geometries(), {replica: loss.why for replica, loss in self.losses.all().items()})
 
     def release(self, release: Release) -> None:
         """Closes a lease, offered or active. None of the replica's reports up to its beat counts."""
@@ -158,8 +164,11 @@ class Ledger:
                     "although both serve the same model: start them with the same configuration"
                 )
         self._forget(info.id)
+        self.losses.is_back(info.id)
         book = self._books[info.id] = Book(info, self._index.add())
         book.reconcile(report, now, epoch=None)
+        others = [b for b in self._books.values() if b is not book and b.info.role == info.role]
+        book.revoke_overtaken({held.request: g for other in others for g, held in other.leases.items()})
 
     def heartbeat(self, report: Report, now: float) -> Reply:
         book = self._books.get(report.replica)
@@ -169,26 +178,49 @@ class Ledger:
             return Reply(report.beat)
         book.reconcile(report, now, self.epoch)
         granted = book.refill(report.reserve_wanted, self._next_generation())
-        return Reply(report.beat, revoked=book.revoked(), granted=granted)
+        return Reply(report.beat, revoked=book.revoked(), granted=granted, leave=book.leaving)
 
-    def report_state(self, replica: ReplicaId, state: Literal["dead", "draining"], now: float) -> None:
-        """What a peer says of a replica. A false word heals: after "dead" the next heartbeat makes the replica register
-        again, and "draining" holds for `silence_s`, unless the replica says so itself."""
-        if state == "dead":
-            self._forget(replica)
-        elif book := self._books.get(replica):
+    def drain(self, replica: ReplicaId) -> None:
+        """Asks a replica to leave, from its next report on. It is given no new work. InvalidRequest if there is none of
+        this name."""
+        if (book := self._books.get(replica)) is None:
+            names = ", ".join(f"{b.info.id} ({b.info.role})" for b in self._books.values()) or "none"
+            raise InvalidRequest(f"there is no replica {replica}; there are: {names}", "replica")
+        book.leaving = True
+
+    def report_state(self, replica: ReplicaId, state: Literal["dead", "draining", "gone"], now: float) -> None:
+        """What a peer says of a replica, or it of itself: "gone" is its own goodbye. A false word heals: after "dead"
+        the next heartbeat makes the replica register again, and "draining" holds for `silence_s`, unless the replica
+        says so itself."""
+        if (book := self._books.get(replica)) is None:
+            return
+        if state == "draining":
             book.shunned_until = now + self._config.silence_s
+            return
+        if state == "dead":
+            self.losses.add(replica, book.info.role, "a peer found it dead", now)
+        self._forget(replica)
 
-    def expire(self, now: float) -> None:
-        since = now - self._config.confirm_s
+    def expire(self, now: float) -> list[str]:
+        """What time ends. Returns what should be known of it, in sentences."""
+        since, said = now - self._config.confirm_s, []
         for book in list(self._books.values()):
-            if now - book.heard >= self._config.silence_s:
+            if (silent := now - book.heard) >= self._config.silence_s:
+                why = f"it has not reported for {silent:.1f} s"
+                self.losses.add(book.info.id, book.info.role, why, now)
                 self._forget(book.info.id)
-            else:
-                book.expire(now)
-                book.revoke_unconfirmed(self._confirmed, since)
+                said.append(f"{book.info.role} replica {book.info.id} is removed with its leases: {why}")
+                continue
+            book.expire(now)
+            if revoked := book.revoke_unconfirmed(self._confirmed, since):
+                said.append(
+                    f"{len(revoked)} leases at {book.info.id} are taken back: no ingress has confirmed their requests "
+                    f"for {self._config.confirm_s:g} s: {', '.join(revoked[:5])}{', …' if revoked[5:] else ''}"
+                )
+        self.losses.expire(now)
         self._confirmed = {request: at for request, at in self._confirmed.items() if at > since}
         self._given_up = {request: until for request, until in self._given_up.items() if now < until}
+        return said
 
     # -- what others see
 
@@ -265,6 +297,8 @@ class Ledger:
     def _place(self, ask: Ask, decode: Need, prefill: Need | None, reason: split.Reason, now: float) -> Placement:
         self._confirmed[family(ask.request)] = now
         self.splits[reason] += 1
+        if ask.cause is not None:
+            self.resumes[ask.cause] += 1
         size = decode.book.block_size
         self.asked_tokens += ask.tokens
         self.hit_tokens += (prefill or decode).cached * size

@@ -21,6 +21,7 @@ import grpc
 from bifolio.protos.errors import Revoked, StalePlacement, TransferFailed
 from bifolio.protos.messages import BlockId, Commit, Heads, Start
 
+from . import drill
 from .block_store import Copy, Unreached, Write
 from .channels import Channels, is_lost, translated
 from .heads import Part, narrowed
@@ -28,7 +29,7 @@ from .receipt import Receipt
 from .regions import Regions
 from .tls import Tls
 from .traffic import TrafficMeter
-from .wire import METHOD, SERVICE, Ack, Complete, Frame, Malformed, block_count, pack, unpack
+from .wire import METHOD, SERVICE, Ack, Complete, Frame, Malformed, Working, block_count, pack, unpack
 
 Land = Callable[[Frame | Complete], None]  # has what a frame brings, or stands for, written into our block
 
@@ -89,6 +90,11 @@ class Pull:
         self._call: grpc.Call | None = None
         self._cancelled = False
         self.began = 0.0  # when `run` was entered, on the monotonic clock
+        self._heard = time.monotonic()  # when something came the last time
+
+    def silent_s(self) -> float:
+        """For how long nothing has come: frames come or, each second, the word that they are worked at."""
+        return time.monotonic() - self._heard
 
     def cancel(self) -> None:
         """Ends `run` with Revoked, now or as soon as it is called. Idempotent. Frees no block: see `run`."""
@@ -106,7 +112,7 @@ class Pull:
         with, or given to someone else.
         """
         assert len(blocks) >= block_count(self._start), "the lease is too small for the tokens"
-        self.began = time.monotonic()
+        self.began = self._heard = time.monotonic()
         with self._meter.stream():
             try:
                 return self._connected(blocks)
@@ -196,6 +202,8 @@ class Pull:
                     raw = next(call, None)  # raises an RpcError unless the stream ends with OK
                 if raw is None:
                     break
+                drill.point("transfer")
+                self._heard = time.monotonic()
                 if not accepted:
                     accepted = True
                     self._meter.way(way)
@@ -207,6 +215,8 @@ class Pull:
                         self._meter.moved(1, size, time.monotonic() - began)
                         if frame.due:
                             acks.put(frame.index)
+                    case Working() if commit is None:
+                        pass
                     case Commit() as manifest if commit is None:
                         receipt.check(manifest)
                         commit = manifest

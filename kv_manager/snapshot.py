@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from bifolio.protos.messages import Traffic
+from bifolio.protos.measures import Traffic
 
 from .book import Book
 from .ledger import Ledger
 
 
-def snapshot(ledger: Ledger) -> dict[str, Any]:
+def snapshot(ledger: Ledger, now: float) -> dict[str, Any]:
     """`splits` counts requests by why they were split or not (`split.REASONS`); `models` tells what each group has."""
     models: dict[str, dict[str, int]] = {}
     for book in ledger.books():
@@ -18,9 +18,14 @@ def snapshot(ledger: Ledger) -> dict[str, Any]:
         pools[book.info.role] += book.state == "alive"
     return {
         "epoch": ledger.epoch,
-        "replicas": [_status(book) for book in ledger.books()],
+        "replicas": [_status(book, now) for book in ledger.books()],
+        "lost": [
+            {"id": replica, "role": loss.role, "why": loss.why, "ago_s": round(now - loss.at, 1)}
+            for replica, loss in ledger.losses.all().items()
+        ],
         "models": models,
         "splits": dict(ledger.splits),
+        "resumes": dict(ledger.resumes),
         "cache": {
             "asked_tokens": ledger.asked_tokens,
             "hit_tokens": ledger.hit_tokens,
@@ -29,12 +34,14 @@ def snapshot(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def _status(book: Book) -> dict[str, Any]:
+def _status(book: Book, now: float) -> dict[str, Any]:
     counts = book.blocks.counts()
     return {
         "id": book.info.id,
         "role": book.info.role,
         "state": book.state,
+        "stalled": {stage: round(seconds, 1) for stage, seconds in book.stalled.items()},
+        "silent_s": round(now - book.heard, 1),
         "model": book.model,
         "address": book.info.address,
         "pid": book.info.pid,

@@ -38,7 +38,10 @@ if not newest or #newest < #ARGV[1] or (#newest == #ARGV[1] and newest < ARGV[1]
 elseif ARGV[2] == 'later' then
   redis.call('INCR', KEYS[1])
 end
-return redis.call('GET', KEYS[1])
+if ARGV[2] == 'later' then
+  return redis.call('GET', KEYS[1])
+end
+return newest or '0'
 """
 
 T = TypeVar("T")
@@ -52,7 +55,7 @@ class Store(Protocol):
         no two managers of the cell have the same."""
 
     async def keep(self, epoch: int) -> int:
-        """Stores an epoch unless a later one is there. Returns what is there now."""
+        """Stores an epoch unless a later one is there. Returns what was there before: 0 is nothing."""
 
     async def bury(self, request: RequestId, seconds: float) -> None:
         """A tombstone for so long."""
@@ -144,8 +147,8 @@ class MemoryStore:
         return self._newest
 
     async def keep(self, epoch: int) -> int:
-        self._newest = max(epoch, self._newest)
-        return self._newest
+        before, self._newest = self._newest, max(epoch, self._newest)
+        return before
 
     async def bury(self, request: RequestId, seconds: float) -> None:
         await self.buried()  # which forgets those that are over

@@ -20,6 +20,7 @@ report counts, which is what lets the ledger take back grants that this side nev
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from bifolio.protos.errors import StalePlacement
 from bifolio.protos.messages import BlockId, Generation, Key, Lease, Release, ReplicaId, Reply, Report
 
 NEVER = Generation(0, 0)
+FIRST_S = 1.0  # before the report that tells of it, the first draw was about so long ago
 
 
 class BlockTags:
@@ -54,6 +56,7 @@ class BlockTags:
         self._said = 0  # the version in the newest report
         self._draws: deque[tuple[float, int]] = deque()  # (time of a report, blocks drawn before it)
         self._drawn = 0  # since the last report
+        self._span = growth_s  # seconds in which all these were drawn
         self._unmet = 0  # the largest draw since the last report that the reserve could not serve
         self._news = False  # since the last report, something that may call for one at once
         self._refused = False  # since the last report, a placement: the ledger is wrong about these blocks
@@ -172,6 +175,8 @@ class BlockTags:
             while self._draws[0][0] <= now - self._growth_s:
                 self._draws.popleft()
             self._drawn = 0
+            first = next((at for at, n in self._draws if n), now)
+            self._span = min(now - first + FIRST_S, self._growth_s)
             wanted = self._wanted()
             while len(self._reserve) > wanted:
                 self._in_reserve.remove(self._reserve.pop())
@@ -250,11 +255,11 @@ class BlockTags:
         return tuple(changes)
 
     def _wanted(self) -> int:
-        """The growth of the last seconds, up to an eighth of the cache; but a block for each open lease, and what one
-        sequence is waiting for."""
+        """The growth of `growth_s` at the pace of late, up to an eighth of the cache; but a block for each open lease,
+        and what one sequence is waiting for."""
         if not self._grows or not self._leases:
             return 0
-        growth = self._drawn + sum(n for _, n in self._draws)
+        growth = math.ceil((self._drawn + sum(n for _, n in self._draws)) * self._growth_s / self._span)
         return max(min(growth, len(self._tags) // 8), len(self._leases), self._unmet)
 
 

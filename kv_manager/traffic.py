@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from bifolio.protos.messages import Traffic
+from bifolio.protos.measures import Traffic
 
 from .block_store import WhyNot
 

@@ -6,6 +6,7 @@ stream has a thread of the server from Start to the last Ack; it alone waits, fo
     START → begin → [ cached, or a chunk computed → its full blocks as FRAMEs, at most `window` unacknowledged ] …
           → COMMIT → last ACK → the job is left: its lease closes → status OK
 
+While nothing can be sent the client is told each second that the engine goes on; a client that hears nothing gives up.
 If the client reaches the memory of these blocks, it says so in START, and copies each at the word that it is COMPLETE.
 A client that neither begins nor acknowledges is given up after a while: so nothing hangs, whoever fails.
 """
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -25,13 +27,14 @@ import grpc
 from bifolio.protos.errors import BifolioError, PeerRefused, StalePlacement, status_of
 from bifolio.protos.messages import Geometry, Start
 
+from . import drill
 from .heads import Part
 from .outbox import Outbox, Prefilled
 from .patience import Patience
 from .seldom import Seldom
 from .tls import Tls, server_credentials
 from .traffic import Stall, TrafficMeter
-from .wire import ERROR_KEY, MAX_PAYLOAD, METHOD, SERVICE, Malformed, channel_options, unpack
+from .wire import ERROR_KEY, MAX_PAYLOAD, METHOD, SERVICE, Malformed, Working, channel_options, pack, unpack
 
 __all__ = ["PrefillJob", "PrefillServer", "PrefillSource", "Prefilled"]
 
@@ -39,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 CERTIFIED_NAMES = "x509_subject_alternative_name"  # as grpc calls them
 START_S = 2.0  # within which a client begins: it has what it needs when it calls, and until then anyone might call
+LEAVE_S = 1.0  # that a stream's thread may take to leave it when it is over: it cuts a frame, at most
 MAX_DETAILS = 1000  # characters of an error's message: a trailer that is too large would replace the error
 
 
@@ -51,9 +55,10 @@ class PrefillJob(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def progress(self) -> Iterable[int | Prefilled]:
+    def progress(self) -> Iterable[int | Prefilled | None]:
         """Blocks. How many leading tokens are cached, if any are; then, after each chunk, of how many the computing of
-        K and V has been launched: they are complete for who reads or settles them; `Prefilled` last."""
+        K and V has been launched: they are complete for who reads or settles them; `Prefilled` last. None in each
+        second in which nothing else comes and the engine goes on."""
 
     def cancel(self) -> None:
         """Makes `progress` raise Revoked at once. From any thread, at any time, also after the job's end."""
@@ -108,6 +113,7 @@ class PrefillServer:
         self._window, self._max_frame = window, max_frame
         self._host = host
         self._active = 0
+        self._over: dict[object, float] = {}  # streams that have ended at grpc and not here, and since when
         self._lock = threading.RLock()  # the garbage collector may end a stream that was dropped, in any line
         self._threads = futures.ThreadPoolExecutor(max_streams + 2, thread_name_prefix="prefill-stream")
         # No serializers: bytes in, bytes out.
@@ -131,6 +137,12 @@ class PrefillServer:
     def active(self) -> int:
         """Streams whose lease may still be open."""
         return self._active
+
+    def stalled_s(self) -> float:
+        """For how long a stream's thread has not left a stream that is over; 0 if each leaves in time."""
+        now = time.monotonic()
+        longest = max((now - since for since in list(self._over.values())), default=0.0)
+        return longest if longest > LEAVE_S else 0.0
 
     def start(self) -> int:
         """Listens on a free port and returns it."""
@@ -158,10 +170,11 @@ class PrefillServer:
             kind = type(error).__name__
             self._log.warning(kind, f"a prefill stream of {peer} ended: {kind}: {error}")
 
-        with self._counted():
+        with self._counted(context) as leave:
             try:
                 with self._source.meter.stream():
-                    yield from self._stream(_Inbox(requests, context, self._source.meter, self._patience), context)
+                    inbox = _Inbox(requests, context, self._source.meter, self._patience)
+                    yield from self._stream(inbox, context, leave)
                 return
             except ClientGone:
                 return  # as is its right: it is no more than a request that was cancelled
@@ -180,7 +193,7 @@ class PrefillServer:
                 code, details = "INTERNAL", f"{type(error).__name__}: {error}"
         context.abort(grpc.StatusCode[code], details[:MAX_DETAILS])
 
-    def _stream(self, inbox: _Inbox, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _stream(self, inbox: _Inbox, context: grpc.ServicerContext, leave: Callable[[], None]) -> Iterator[bytes]:
         if self._name is not None and self._name.encode() not in context.auth_context().get(CERTIFIED_NAMES, ()):
             raise PeerRefused(f"a certificate for the DNS name {self._name} (kv.tls.name) is needed")
         source, start = self._source, inbox.receive("start")
@@ -190,7 +203,8 @@ class PrefillServer:
         if start.memory and start.memory != memory:  # it would copy from one who was here before
             raise StalePlacement("the memory to copy blocks from is not, or no longer, that of this prefill replica")
         # If the client goes while a frame is being sent, grpc drops this generator: the job is left then too.
-        with source.begin(start) as job:
+        with source.begin(start) as job, ExitStack() as left:
+            left.callback(leave)
             if not context.add_callback(job.cancel):  # never called for a client already gone
                 raise ClientGone("the client has left it")
             source.meter.way("copied" if start.memory else "sent")
@@ -199,22 +213,43 @@ class PrefillServer:
             )
             with closing(outbox):
                 for step in job.progress():
-                    if isinstance(step, Prefilled):
+                    drill.point("transfer")
+                    if step is None:
+                        yield from inbox.patient(word for word in (pack(Working()),))
+                    elif isinstance(step, Prefilled):
                         yield from inbox.patient(outbox.send(len(start.tokens)))
                         yield from inbox.patient(outbox.commit(step))
                         break
-                    yield from inbox.patient(outbox.send(step))
+                    else:
+                        yield from inbox.patient(outbox.send(step))
                 else:
                     raise RuntimeError("the job's progress ended without Prefilled")
                 outbox.settle(unacknowledged=0)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, context: grpc.ServicerContext) -> Iterator[Callable[[], None]]:
+        """Gives what is to be called when the stream's thread has nothing more to do for it: a job may still wait for
+        its engine then, which is not the transfer's fault."""
+        stream, left = object(), False
+
+        def over() -> None:
+            with self._lock:
+                if not left:
+                    self._over[stream] = time.monotonic()
+
+        def leave() -> None:
+            nonlocal left
+            with self._lock:
+                left = True
+                self._over.pop(stream, None)
+
         with self._lock:
             self._active += 1
+        context.add_callback(over)
         try:
-            yield
+            yield leave
         finally:
+            leave()
             with self._lock:
                 self._active -= 1
 

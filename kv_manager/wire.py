@@ -2,6 +2,7 @@
 
     decode → prefill   START, then ACK …
     prefill → decode   FRAME …, or COMPLETE … if the start has a memory to copy from; then COMMIT
+                       WORKING between them, as long as the engine goes on and there is nothing to send
 
     message   kind (1 byte) │ xxh3_64 of what follows, seeded with the kind (8) │ body
     body      a message of kv.proto; of FRAME a fixed header and raw bytes, for which a protobuf field would cost four
@@ -50,6 +51,7 @@ class Kind(IntEnum):
     FRAME = 3
     COMMIT = 4
     COMPLETE = 5
+    WORKING = 6
 
 
 class Malformed(ValueError):
@@ -98,8 +100,15 @@ class Complete:
     due: bool = True  # an ack
 
 
-def pack(message: Start | Ack | Complete | Commit) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Working:
+    """The prefill is queued or computed, and its engine goes on: who hears nothing at all for long may give it up."""
+
+
+def pack(message: Start | Ack | Complete | Commit | Working) -> bytes:
     match message:
+        case Working():
+            return _enveloped(Kind.WORKING, b"")
         case Start():
             return _enveloped(Kind.START, start_to_pb(message).SerializeToString())
         case Ack():
@@ -128,7 +137,7 @@ def pack_frame(
     return b"".join((ENVELOPE.pack(Kind.FRAME, checksum.intdigest()), header, *payload))
 
 
-def unpack(message: bytes) -> Start | Ack | Frame | Complete | Commit:
+def unpack(message: bytes) -> Start | Ack | Frame | Complete | Commit | Working:
     """Raises Malformed. A frame's payload is a view into `message`."""
     if len(message) < ENVELOPE.size:
         raise Malformed(f"a message of {len(message)} bytes is shorter than what each begins with")
@@ -149,6 +158,8 @@ def unpack(message: bytes) -> Start | Ack | Frame | Complete | Commit:
             case Kind.COMPLETE:
                 epoch, counter, index, due, position, count, *owner = COMPLETE.unpack(body)
                 return Complete(Generation(epoch, counter), index, position, count, Generation(*owner), due)
+            case Kind.WORKING if not body:
+                return Working()
             case Kind.COMMIT:
                 return commit_from_pb(kv_pb2.Commit.FromString(bytes(body)))
     except Malformed:

@@ -200,17 +200,19 @@ class Timings(_message.Message):
     def __init__(self, ttft: _Optional[float] = ..., queue: _Optional[float] = ..., prefill: _Optional[float] = ..., transfer: _Optional[float] = ..., first_decode: _Optional[float] = ..., overhead: _Optional[float] = ..., total: _Optional[float] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("prefill_replica", "decode_replica", "blocks", "bytes", "resumes", "reason")
+    __slots__ = ("prefill_replica", "decode_replica", "blocks", "bytes", "resumes", "reason", "paused_s")
     PREFILL_REPLICA_FIELD_NUMBER: _ClassVar[int]
     DECODE_REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_S_FIELD_NUMBER: _ClassVar[int]
     prefill_replica: str
     decode_replica: str
     blocks: int
     bytes: int
     resumes: int
     reason: str
-    def __init__(self, prefill_replica: _Optional[str] = ..., decode_replica: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., resumes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    paused_s: float
+    def __init__(self, prefill_replica: _Optional[str] = ..., decode_replica: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., resumes: _Optional[int] = ..., reason: _Optional[str] = ..., paused_s: _Optional[float] = ...) -> None: ...

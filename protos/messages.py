@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, NewType
 
+from .measures import Speeds, Traffic
+
 MOST_LOGPROBS = 20  # of the most probable tokens at one place, as in OpenAI's API
 
 RequestId = NewType("RequestId", str)
@@ -18,6 +20,19 @@ BlockId = NewType("BlockId", int)
 Key = NewType("Key", bytes)  # of a full block: a hash over its tokens and all before them (`kv_manager/keys.py`)
 
 Role = Literal["prefill", "decode"]
+Stage = Literal["engine", "transfer"]  # of a replica: what may stand still while its process lives
+# Why a request is placed again: `kv_manager/resumes.py` says each in words
+Cause = Literal[
+    "stale",
+    "prefill lost",
+    "decode lost",
+    "transfer failed",
+    "engine failed",
+    "preempted",
+    "drained",
+    "revoked",
+    "other",
+]
 FinishReason = Literal["stop", "length"]
 
 
@@ -108,6 +123,7 @@ class Ask:
     model: str | None = None  # fingerprint of the model it began with, once it has tokens: no other may go on
     tenant: str = ""
     priority: int = 0
+    cause: Cause | None = None  # why it is placed again, if it is
 
     @property
     def resumed(self) -> bool:
@@ -209,29 +225,6 @@ class ReplicaInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
-    """What a replica has measured lately; 0 is not yet."""
-
-    prefill: float = 0.0  # prompt tokens computed in a second
-    transfer: float = 0.0  # seconds that a hand-over added to the prefill it came with; decode replicas
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a replica has moved since it began: sent, if it prefills; received, if it decodes."""
-
-    streams: int = 0  # under way
-    in_flight: int = 0  # frames that were sent and are not acknowledged
-    done: int = 0  # streams that ended with everything at its place
-    failed: Mapping[str, int] = field(default_factory=dict)  # streams that did not, by the class of the error
-    ways: Mapping[str, int] = field(default_factory=dict)  # streams begun, by how blocks travel, or why not by copies
-    frames: int = 0
-    bytes: int = 0  # in frames, or copied
-    moving_s: float = 0.0  # seconds in which bytes were moved: cut and sent, or landed
-    stalled_s: Mapping[str, float] = field(default_factory=dict)  # seconds of waiting, by what for
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """A replica's word on its own blocks. Of leases and reserve it is complete: what is not listed is not held.
 
@@ -249,8 +242,9 @@ class Report:
     version: int = 0
     keys: tuple[tuple[BlockId, Key | None], ...] = field(default=(), repr=False)  # None: the block holds nothing whole
     draining: bool = False  # the replica is leaving and takes no new work
-    speeds: Speeds = Speeds()
-    traffic: Traffic = Traffic()
+    speeds: Speeds = field(default_factory=Speeds)
+    traffic: Traffic = field(default_factory=Traffic)
+    stalled: Mapping[Stage, float] = field(default_factory=dict)  # seconds that it has stood still, beyond its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +266,15 @@ class Reply:
     known: bool = True  # False: register again
     revoked: tuple[Generation, ...] = ()  # close these leases
     granted: Lease | None = None  # blocks added to the reserve, under a generation of their own
+    leave: bool = False  # take no new work, let streams end, make room for another replica
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The manager's answer to an ingress that confirms its open requests."""
+
+    geometries: tuple[Geometry, ...] = ()  # whose keys it should ask with
+    lost: Mapping[ReplicaId, str] = field(default_factory=dict)  # replicas that answer nobody any more, and why
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """The line between a replica and the KV manager: its registration, its heartbeat, its releases.
 
+Between two beats it looks whether the replica's engine and its transfers go on: what stands still is reported at once.
+
 Lives on the replica's event loop. Knows nothing about what the leases are for. A silent manager stops nobody: streams
 go on from the reserve, and the next reply, or a new registration, puts the ledger right.
 """
@@ -13,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
+from bifolio.kv_manager import drill
 from bifolio.kv_manager.actor import connect
-from bifolio.protos.messages import Generation, Release, ReplicaInfo, Reply, Report
+from bifolio.protos.messages import Generation, Release, ReplicaInfo, Reply, Report, Stage
 
 from .core import Core, ReplicaSpec
 
@@ -24,6 +27,20 @@ logger = logging.getLogger(__name__)
 
 GOODBYE_S = 2.0  # for the manager to hear that the replica leaves
 QUICKEST_S = 0.05  # between two beats, however often one is asked for
+LOOK_S = 0.25  # between two looks at what may stand still
+
+
+class Work(Protocol):
+    """What a replica does under its leases. Called on the event loop."""
+
+    def revoke(self, generation: Generation) -> None:
+        """The KV manager takes an open lease back."""
+
+    def give_up(self, why: str) -> None:
+        """The engine stands still: nobody should wait for what is begun here. Called again while that lasts."""
+
+    def stalled_s(self) -> float:
+        """For how long a transfer has not ended that should have; 0 is none."""
 
 
 class Beat:
@@ -38,29 +55,39 @@ class Beat:
         self._lock = threading.Lock()  # of the list
         self._releases: list[Release] = []
         self._draining = False
-        self._task: asyncio.Task[None] | None = None
+        self._stalled: dict[Stage, float] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, info: ReplicaInfo, revoked: Callable[[Generation], None]) -> None:
-        """Introduce the replica; from now on it is given work.
+    async def start(self, info: ReplicaInfo, work: Work, leave: Callable[[], None]) -> None:
+        """Introduce the replica; from now on it is given work. `leave` is called when the manager asks it to leave.
 
-        `revoked` is called, on the event loop, with each open lease that the manager takes back. Raises
-        GeometryMismatch when another replica of this model holds other blocks.
+        Raises GeometryMismatch when another replica of this model holds other blocks.
         """
-        self._info, self._revoked = info, revoked
+        self._info, self._work, self._leave = info, work, leave
         await self._manager.register.remote(info, self._take_report(complete=True))
-        self._task = asyncio.create_task(self._beat())
+        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._watch())]
+
+    @property
+    def stalled(self) -> bool:
+        """Whether something here stands still."""
+        return bool(self._stalled)
+
+    def check(self) -> None:
+        """Raise if something here stands still."""
+        if self._stalled:
+            raise RuntimeError(f"{self._core.replica} stands still: {', '.join(self._stalled)}")
 
     def drain(self) -> None:
-        """Ask for no new work: the next report says so."""
+        """Ask for no new work: the next report, at once, says so. From any thread."""
         self._draining = True
-        self._now.set()
+        self._loop.call_soon_threadsafe(self._now.set)
 
     async def stop(self) -> None:
         """The manager forgets the replica and its leases; if it is away, the replica's silence says the same."""
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._manager.report_state.remote(self._core.replica, "dead"), GOODBYE_S)
+            await asyncio.wait_for(self._manager.report_state.remote(self._core.replica, "gone"), GOODBYE_S)
 
     def close(self, generation: Generation) -> None:
         """Return a lease whose blocks nothing touches any more. From any thread; twice is harmless."""
@@ -102,14 +129,37 @@ class Beat:
             except Exception as error:
                 logger.warning("%s: the KV manager did not take the heartbeat, going on: %r", self._core.replica, error)
 
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            drill.point("loop")
+            before, self._stalled = self._stalled, {}
+            if engine := self._core.stalled_s():
+                self._stalled["engine"] = engine
+                self._work.give_up(f"it has ended no step for {engine:.1f} s")
+            if transfer := self._work.stalled_s():
+                self._stalled["transfer"] = transfer
+            if self._stalled.keys() != before.keys():
+                what = ", ".join(f"its {stage} for {s:.1f} s" for stage, s in self._stalled.items()) or "nothing more"
+                logger.warning("%s: stands still: %s", self._core.replica, what)
+                self._now.set()
+
     async def _report(self) -> None:
         reply: Reply = await self._manager.heartbeat.remote(self._take_report())
         if not reply.known:
             await self._manager.register.remote(self._info, self._take_report(complete=True))
         for generation in self._core.tags.apply(reply):
             logger.warning("%s: the KV manager revoked lease %s", self._core.replica, generation)
-            self._revoked(generation)
+            self._work.revoke(generation)
+        if reply.leave:
+            self._leave()
 
     def _take_report(self, complete: bool = False) -> Report:
         report = self._core.tags.report(time.monotonic(), complete=complete)
-        return replace(report, draining=self._draining, speeds=self._core.speeds, traffic=self._core.meter.read())
+        return replace(
+            report,
+            draining=self._draining,
+            speeds=self._core.speeds,
+            traffic=self._core.meter.read(),
+            stalled=dict(self._stalled),
+        )

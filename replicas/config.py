@@ -105,6 +105,13 @@ class EngineConfig(FrozenConfig):
         default=False,
         description="Bit-equal logits however they are computed, on CPUs; refused where that does not hold.",
     )
+    stall_s: float = Field(
+        default=30.0,
+        ge=1,
+        le=3600,
+        description="An engine that has work and ends no step for this long stands still: its requests go on "
+        "elsewhere and the replica is replaced. Longer than the longest step.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -196,6 +203,23 @@ class PoolConfig(FrozenConfig):
                     "63, and DOMAIN/ before a name"
                 )
         return labels
+
+
+class IngressConfig(FrozenConfig):
+    """The processes behind the doors."""
+
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="How many. Streams of one that is lost break, and with two or more others answer meanwhile.",
+    )
+    attempts: int = Field(
+        default=5,
+        ge=1,
+        le=100,
+        description="A request ends with an error when so many placements in a row have brought no token.",
+    )
 
 
 class PrefillPoolConfig(PoolConfig):

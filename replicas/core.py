@@ -23,7 +23,8 @@ from bifolio.kv_manager.secret import BYTES
 from bifolio.kv_manager.tags import BlockTags
 from bifolio.kv_manager.traffic import TrafficMeter
 from bifolio.protos.errors import ConfigError
-from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role, Speeds
+from bifolio.protos.measures import Speeds
+from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role
 
 from .config import EngineConfig
 from .device import Device, open_device
@@ -149,6 +150,7 @@ class Core:
         self.secret = secrets.token_bytes(BYTES)  # who can sign with it has the KV manager's word
         self._thread: EngineThread | None = None
         self.replica, self.role, self.kv, self._spec = replica, role, spec.kv, spec
+        self.patience_s = max(spec.kv.stall_s, engine.stall_s)  # with a peer that says nothing: it may be in a step
 
     def start(self, deliver: Callable[[list[Event]], None]) -> None:
         """Compute from now on. The events of every step go to `deliver`, which is called in the engine's thread."""
@@ -168,6 +170,17 @@ class Core:
         """Raise if the replica cannot do its work."""
         if self._thread is None or not self._thread.is_alive():
             raise RuntimeError(f"the engine thread of {self.replica} has ended")
+        if stalled := self.stalled_s():
+            raise RuntimeError(f"the engine of {self.replica} has ended no step for {stalled:.1f} s")
+
+    def standing_s(self) -> float:
+        """For how long the engine has ended no step, with work at hand."""
+        return 0.0 if self._thread is None else self._thread.standing_s()
+
+    def stalled_s(self) -> float:
+        """The same, once that is longer than a step may take; until then 0."""
+        standing = self.standing_s()
+        return standing if standing >= self._spec.engine.stall_s else 0.0
 
     @property
     def parts(self) -> tuple[Part, ...]:

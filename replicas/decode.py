@@ -6,16 +6,18 @@ A thin shell: `streams.py` and the engine do the work. The ingress calls `genera
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from ray import serve
 
+from bifolio.kv_manager.logs import log_to_stderr
 from bifolio.protos.messages import Delta, Placement, ReplicaId, Request
 
 from .beat import Beat
 from .core import Core, ReplicaSpec
-from .logs import log_to_stderr
+from .leaving import Leaving, on_sigterm
 from .streams import Streams
 
 
@@ -25,9 +27,11 @@ class DecodeReplica:
         replica = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         self._core = Core(spec, replica, "decode")
         self._beat = Beat(self._core, spec)
+        self._leaving = Leaving(self._beat.drain)
+        on_sigterm(self._leaving.leave)
         self._streams = Streams(self._core, spec.engine.max_sequences, self._beat.close, self._beat.if_due)
         self._core.start(self._streams.deliver)
-        await self._beat.start(self._core.info(), self._streams.revoke)
+        await self._beat.start(self._core.info(), self._streams, self._leaving.leave)
 
     async def generate(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
         async with aclosing(self._streams.generate(placement, request)) as deltas:
@@ -36,9 +40,14 @@ class DecodeReplica:
 
     async def check_health(self) -> None:
         self._core.check()
+        self._beat.check()
+        self._leaving.check()
 
     async def __del__(self) -> None:
         """Serve calls this after the last stream."""
+        if self._beat.stalled:  # leases are open that nothing closes any more, but the end of the process
+            await self._beat.stop()
+            os._exit(1)
         await self._streams.stop()
         await self._beat.stop()
         await asyncio.to_thread(self._core.stop)

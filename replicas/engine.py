@@ -18,6 +18,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from bifolio.kv_manager import drill
 from bifolio.protos.messages import Generation, TokenLogprobs
 
 from .batch import Row
@@ -183,6 +184,12 @@ class EngineThread(threading.Thread):
         self._wake = threading.Event()
         self._stopping = False
         self._ended = False
+        self._since: float | None = None  # when this pass of the loop began; None while there is nothing to do
+
+    def standing_s(self) -> float:
+        """For how long no pass has ended, with work at hand. From any thread."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     def submit(self, command: Command) -> None:
         """From any thread. A sequence that is added is closed in the end, also when the engine has ended."""
@@ -200,8 +207,11 @@ class EngineThread(threading.Thread):
         try:
             while not (self._stopping or self._engine.broken):
                 if self._engine.idle:
+                    self._since = None
                     self._wake.wait()
+                self._since = time.monotonic()
                 self._wake.clear()
+                drill.point("engine")
                 if events := self._engine.step():
                     self._deliver(events)
                 elif not self._engine.idle:

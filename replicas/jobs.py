@@ -22,6 +22,8 @@ from .core import Core
 from .key_chain import KeyChain
 from .sequence import Abort, Add, Closed, Computed, Event
 
+WORD_S = 1.0  # between two words that the engine goes on
+
 
 class Job:
     """One prompt, seen from its stream's thread. Leaving it closes the lease, after the engine has let go."""
@@ -55,10 +57,16 @@ class Job:
         finally:
             self._close(generation)
 
-    def progress(self) -> Iterator[int | Prefilled]:
+    def progress(self) -> Iterator[int | Prefilled | None]:
         generation = self._lease.generation
         while True:
-            match self.events.get():
+            try:
+                event = self.events.get(timeout=WORD_S)
+            except queue.Empty:
+                if self._core.standing_s() < WORD_S:
+                    yield None
+                continue
+            match event:
                 case Computed(_, tokens):
                     self._fill(tokens)
                     yield tokens

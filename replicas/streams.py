@@ -25,11 +25,11 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 
-from bifolio.kv_manager.pull import PrefillClient
+from bifolio.kv_manager.pull import PrefillClient, Pull
 from bifolio.kv_manager.seldom import Seldom
 from bifolio.kv_manager.tls import Tls
-from bifolio.protos.errors import BifolioError, Resumable, Revoked, StalePlacement
-from bifolio.protos.messages import Delta, Generation, Lease, Placement, Request, Start
+from bifolio.protos.errors import BifolioError, Resumable, Revoked, StalePlacement, TransferFailed
+from bifolio.protos.messages import Commit, Delta, Generation, Lease, Placement, Request, Start
 
 from .attempt import Attempt, Choice
 from .core import Core
@@ -40,6 +40,7 @@ from .sequence import Abort, Add, Closed, Computed, Event, Prefilled, Sampled
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.02  # later tokens leave at most this often per stream; the first leaves at once
+LEAVE_S = 1.0  # that the thread of a pull may take to end when that is given up: it copies a frame, at most
 LONG = 4096  # tokens: the keys of more take so long that other streams would feel it
 
 
@@ -58,6 +59,7 @@ class Streams:
         self._tasks: set[asyncio.Task[None]] = set()  # that close leases
         self._threads = ThreadPoolExecutor(max_sequences + 2, thread_name_prefix="pull")
         self._log = Seldom(logger)
+        self._left: dict[Pull, float] = {}  # pulls that were given up and whose threads have not ended, since when
         self._client = PrefillClient(
             core.parts, core.meter, tls=Tls.of(core.kv.tls), copies=core.kv.copies, vocabulary=core.vocabulary
         )
@@ -86,6 +88,17 @@ class Streams:
             self._close(choice)
         if all(choice.revoked for choice in attempt.choices):
             self._stop_prompt(attempt)
+
+    def give_up(self, why: str) -> None:
+        """The engine stands still: every attempt ends, and its lease is closed when the engine has let go. Harmless
+        again and again."""
+        for attempt, choice in self._open.values():
+            attempt.events.put_nowait((choice, Closed(choice.generation, "failed", why)))
+
+    def stalled_s(self) -> float:
+        """For how long nothing has come for a pull whose thread does not end, although it was given up."""
+        now = time.monotonic()
+        return max((p.silent_s() for p, since in self._left.items() if now - since > LEAVE_S), default=0.0)
 
     async def generate(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
         """Tokens of a request from where its history ends. Closing the iterator is the cancel.
@@ -167,7 +180,7 @@ class Streams:
         attempt.pull = self._client.pull(attempt.placement.prefill_address, start)
         attempt.pulled = self._loop.run_in_executor(self._threads, attempt.pull.run, first.lease.blocks)
         try:
-            commit = await asyncio.shield(attempt.pulled)
+            commit = await self._heard(attempt.pull, attempt.pulled)
         except BifolioError as error:
             if not isinstance(error, Revoked):
                 what = f"{self._core.replica}: the prompt of request {request.id} did not come from {source.replica}"
@@ -177,6 +190,16 @@ class Streams:
         self._core.transfer.add(attempt.pulled_prompt(commit))
         self._fill(first, len(request.history))
         return commit.logits
+
+    async def _heard(self, pull: Pull, pulled: asyncio.Future[Commit]) -> Commit:
+        """What a pull brings. TransferFailed if nothing comes for too long, whatever its thread does then."""
+        most = self._core.patience_s
+        while (left := most - pull.silent_s()) > 0:
+            done, _ = await asyncio.wait({pulled}, timeout=left)
+            if done:
+                return pulled.result()
+        pull.cancel()
+        raise TransferFailed(f"nothing has come from the prefill replica for {most:g} s, not even a word that it works")
 
     def _sample(self, attempt: Attempt, logits: bytes | None) -> None:
         """Give the choices to the engine, the first one last: when it is there, the others have copied its block, and
@@ -247,7 +270,9 @@ class Streams:
         """Close the leases that are left, once neither the pulling thread nor the engine can touch their blocks."""
         if attempt.pull is not None and attempt.pulled is not None:
             attempt.pull.cancel()
+            self._left[attempt.pull] = time.monotonic()
             await asyncio.wait([attempt.pulled])
+            del self._left[attempt.pull]
             attempt.pulled.exception()  # seen: it was raised in generate, or the attempt was cancelled before
         for choice in attempt.choices:
             if not choice.gone.is_set():

@@ -234,10 +234,10 @@ def command_of(pid: int) -> bytes:
 def descendants(pid: int) -> list[int]:
     found, left = [], [pid]
     while left:
-        with contextlib.suppress(OSError):
-            parent = left.pop()
+        parent = left.pop()
+        with contextlib.suppress(OSError):  # it has ended
             for task in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{task}/children") as file:
+                with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children") as file:
                     left += map(int, file.read().split())
             found.append(parent)
     return found[1:]

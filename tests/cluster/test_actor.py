@@ -22,7 +22,7 @@ from bifolio.kv_manager.actor import connect, start
 from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.tags import BlockTags
 from bifolio.protos.errors import DoesNotFit, GeometryMismatch, Overloaded, Revoked, Unavailable
-from bifolio.protos.messages import Ask, Geometry, Placement, Release, ReplicaId, ReplicaInfo, RequestId
+from bifolio.protos.messages import Ask, Confirmed, Geometry, Placement, Release, ReplicaId, ReplicaInfo, RequestId
 
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("default")]
 
@@ -191,7 +191,7 @@ def test_a_cancelled_call_leaves_the_queue(manager: Any) -> None:
 
 
 def test_confirm_tells_the_geometries_there_are(manager: Any, tags: BlockTags) -> None:
-    assert ray.get(manager.confirm.remote((RequestId("a"),))) == (GEOMETRY,)
+    assert ray.get(manager.confirm.remote((RequestId("a"),))) == Confirmed((GEOMETRY,))
 
 
 def test_the_snapshot_tells_who_waits_and_where_things_are_remembered(manager: Any, tags: BlockTags) -> None:

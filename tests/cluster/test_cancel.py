@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
 from cluster_kit import (
-    command_of,
-    descendants,
     fresh,
     open_stream,
     over_grpc,
@@ -108,26 +103,6 @@ def test_leaving_before_an_answer_in_one_piece_returns_every_block(smollm2: Spaw
         wait_until(lambda: _reported(smollm2, "decode") == 1, "it is not decoding")
     settle(smollm2, 1, 1, SETTLE_S)
     _answers(smollm2)
-
-
-def test_when_the_ingress_dies_every_block_comes_back(
-    smollm2: SpawnedCluster,
-) -> None:
-    settle(smollm2, 1, 1)
-    with _over_http(smollm2, **LONG_ANSWER, events=2):
-        wait_until(lambda: _reported(smollm2, "decode") == AT_ONCE, "not all are decoding")
-        (ingress,) = [pid for pid in descendants(smollm2.process.pid) if b"bifolio:Ingress" in command_of(pid)]
-        os.kill(ingress, signal.SIGKILL)
-        wait_until(lambda: _is_back(smollm2), "no other ingress was started")
-        settle(smollm2, 1, 1, SETTLE_S)
-    _answers(smollm2)
-
-
-def _is_back(cluster: SpawnedCluster) -> bool:
-    try:
-        return cluster.get("/health")[0] == 200
-    except (OSError, ValueError, http.client.HTTPException):
-        return False
 
 
 def _reported(cluster: SpawnedCluster, role: str) -> int:

@@ -106,7 +106,7 @@ def test_models_and_configuration() -> None:
     assert "did you mean smollm2-135m?" in bifolio("models", "pull", "smolm2", status=1).stderr
     assert yaml.safe_load(bifolio("config", "show").stdout)["pools"]["prefill"]["replicas"] == 1
     schema = json.loads(bifolio("config", "schema").stdout)
-    assert set(schema["properties"]) == {"model", "engine", "pools", "kv", "redis", "http", "grpc"}
+    assert set(schema["properties"]) == {"model", "engine", "pools", "kv", "ingress", "redis", "http", "grpc"}
 
 
 def test_config_check_names_the_nearest_field(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from cluster_kit import Answer, all_collected, collected, frozen, replicas, settle, wait_until
+from cluster_kit import all_collected, collected, frozen, replicas, settle, wait_until
 
 from bifolio.cluster.client import Client
 from bifolio.cluster.spawn import SpawnedCluster
@@ -70,35 +70,6 @@ def test_several_answers_go_on_when_their_replica_dies(two_and_two: SpawnedClust
     assert [answer.text for answer in resumed] == [answer.text for answer in undisturbed]
     assert resumed[0].route["resumes"] >= 1
     settle(two_and_two, 2, 2)
-
-
-def test_replicas_of_both_pools_die_under_a_crowd(two_and_two: SpawnedCluster) -> None:
-    settle(two_and_two, 2, 2)
-    undisturbed = _crowd(two_and_two, kill=False)
-    settle(two_and_two, 2, 2)
-    resumed = _crowd(two_and_two, kill=True)
-    assert [answer.ids for answer in resumed] == [answer.ids for answer in undisturbed]
-    assert [answer.text for answer in resumed] == [answer.text for answer in undisturbed]
-    assert {answer.finish for answer in resumed} == {"length"}
-    assert any(answer.route["resumes"] for answer in resumed)
-    settle(two_and_two, 2, 2)
-
-
-def _crowd(cluster: SpawnedCluster, *, kill: bool) -> list[Answer]:
-    """24 answers at once, 16 of them decoding. While they are, one replica of each pool dies."""
-    with Client(cluster.grpc_address) as client, ThreadPoolExecutor(24) as pool:
-        answers: list[Future[Answer]] = []
-        for number in range(24):
-            sampling = list(SAMPLINGS.values())[number % 2]
-            answers.append(pool.submit(collected, client, PROMPT[number:] + PROMPT[:number], **sampling))
-        if kill:
-            victims = (
-                replicas(cluster, "prefill")[0]["pid"],
-                wait_until(lambda: _stopped_at_work(cluster), "none works"),
-            )
-            for pid in victims:
-                os.kill(pid, signal.SIGKILL)
-        return [answer.result(120) for answer in answers]
 
 
 def _stopped_at_work(cluster: SpawnedCluster) -> int | None:

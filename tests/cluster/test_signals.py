@@ -1,4 +1,5 @@
-"""`bifolio serve` on its own: it ends on SIGINT and SIGTERM, whenever they come, and leaves nothing behind."""
+"""`bifolio serve` on its own: it ends on SIGINT and SIGTERM, whenever they come, and leaves nothing behind. What it may
+not lose, and nobody else starts again, it does."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cluster_kit import mark_of, open_stream, over_grpc, read_events, wait_until
+from cluster_kit import command_of, descendants, mark_of, open_stream, over_grpc, read_events, snapshot, wait_until
 
 from bifolio.cluster.local import free_ports
 from bifolio.cluster.reaper import MARK, marked
+from bifolio.cluster.serve import LOOK_S, TOGETHER_S
 from bifolio.cluster.spawn import SpawnedCluster
 
 pytestmark = pytest.mark.cluster
@@ -38,13 +41,23 @@ class Serving:
 
         wait_until(printed, lambda: f"no {text!r} in {self.output.read_text()}", 120)
 
-    def stop(self, number: signal.Signals, status: int = 0) -> None:
+    def process_of(self, name: bytes) -> int:
+        """Its id, as soon as there is one; `name` is that of the program."""
+
+        def found() -> list[int]:
+            ours = descendants(self.cluster.process.pid)
+            return [pid for pid in ours if command_of(pid).split(b"\0")[0].endswith(b"/" + name)]
+
+        (pid,) = wait_until(found, f"there is no {name!r}")
+        return int(pid)
+
+    def stop(self, number: signal.Signals, status: int = 0, *, send: Callable[[int, int], None] = os.kill) -> None:
         """Send the signal; nothing of the cluster may be left half a minute later."""
         environment = wait_until(lambda: mark_of(self.cluster.process.pid), "Ray started no process")
         mark, directory = environment[MARK], Path(environment["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parents[1]
         assert marked(mark)
         assert directory.stat().st_mode & 0o777 == 0o700
-        self.cluster.process.send_signal(number)
+        send(self.cluster.process.pid, number)
         assert self.cluster.process.wait(LEAVE_S) == status, self.output.read_text()
         wait_until(lambda: not marked(mark) and not directory.exists(), "something of it is left", LEAVE_S)
         if number == signal.SIGKILL:
@@ -68,6 +81,7 @@ def serve(glassllm_dir: Path, tmp_path: Path) -> Serve:
                 [*_command(glassllm_dir, http_port, grpc_port), *flags],
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # a process group of its own, as a shell gives it
                 preexec_fn=lambda: [signal.signal(each, signal.SIG_IGN) for each in ignoring],
             )
         try:
@@ -84,15 +98,24 @@ def serve(glassllm_dir: Path, tmp_path: Path) -> Serve:
     return run
 
 
+def rest_of(stream: socket.socket) -> bytes:
+    """What was sent, to the end."""
+    parts = []
+    while part := stream.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
 def _command(model: Path, http_port: int, grpc_port: int) -> list[str]:
     bifolio = Path(sys.executable).with_name("bifolio")
     flags = ["--dtype", "float32", "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
     return [str(bifolio), "serve", "--model", str(model), *flags]
 
 
-def test_the_logs_say_which_kernels_compute(serve: Serve) -> None:
-    """Here Triton's, interpreted: a real cluster on the kernels of GPUs."""
-    with serve("--kernels", "triton") as serving:
+def test_the_logs_say_which_kernels_compute_and_a_second_signal_does_not_wait_for_them(serve: Serve) -> None:
+    """Here Triton's, interpreted: a real cluster on the kernels of GPUs, and slow. It is stopped as a terminal does it,
+    though a background shell has made it ignore that."""
+    with serve("--kernels", "triton", ignoring=(signal.SIGINT,)) as serving:
         serving.until("bifolio: ready")
         logs = re.search(r"bifolio: logs: (\S+)", serving.output.read_text())
         assert logs
@@ -101,13 +124,14 @@ def test_the_logs_say_which_kernels_compute(serve: Serve) -> None:
         answer = over_grpc(serving.cluster, [5 + 31 * i % 900 for i in range(40)], max_tokens=4, ignore_eos=True)
         assert len(answer.ids) == 4
         assert answer.route["blocks"] > 0
-        serving.stop(signal.SIGTERM)
-
-
-def test_sigint_stops_it_even_when_a_background_shell_made_it_ignore_that(serve: Serve) -> None:
-    with serve(ignoring=(signal.SIGINT,)) as serving:
-        serving.until("bifolio: ready")
-        serving.stop(signal.SIGINT)
+        with open_stream(serving.cluster, prompt=[5] * 8, max_tokens=110, ignore_eos=True, stream=True) as stream:
+            read_events(stream, 1)
+            serving.cluster.process.send_signal(signal.SIGINT)
+            serving.until("stopping: 1 streams may end, up to 60 s; again to stop at once")
+            time.sleep(TOGETHER_S + LOOK_S)  # what comes earlier is taken for the first
+            serving.stop(signal.SIGINT)
+            with contextlib.suppress(ConnectionError):
+                assert b"[DONE]" not in rest_of(stream)
 
 
 @pytest.mark.parametrize("stage", ["starting Ray", "loading"])
@@ -118,20 +142,34 @@ def test_sigterm_stops_it_while_it_starts(serve: Serve, stage: str) -> None:
         assert "bifolio: ready" not in serving.output.read_text()
 
 
-def test_killed_outright_it_leaves_nothing_behind_either(serve: Serve) -> None:
+def test_gcs_and_valkey_are_started_again_and_killed_outright_it_leaves_nothing_behind(serve: Serve) -> None:
     with serve() as serving:
         serving.until("bifolio: ready")
+        for name, said in (
+            (b"gcs_server", "Ray's GCS has died"),
+            (b"valkey-server", "the cluster's own Valkey has died"),
+        ):
+            os.kill(serving.process_of(name), signal.SIGKILL)
+            assert len(over_grpc(serving.cluster, [5] * 8, max_tokens=4, ignore_eos=True).ids) == 4
+            serving.until(f"{said}: started again")
+            assert serving.process_of(name)
+        assert len(over_grpc(serving.cluster, [5] * 8, max_tokens=4, ignore_eos=True).ids) == 4
         serving.stop(signal.SIGKILL, -signal.SIGKILL)
 
 
 def test_sigterm_stops_it_with_a_stream_running(serve: Serve) -> None:
+    """Sent to all of the group, as a terminal or supervisor may. What is open ends whole, and nothing new is begun."""
     with serve() as serving:
         serving.until("bifolio: ready")
         with contextlib.ExitStack() as stack:
             body = {"prompt": [5] * 8, "max_tokens": 120, "ignore_eos": True, "stream": True}
-            streams = [stack.enter_context(open_stream(serving.cluster, **body)) for _ in range(40)]
-            read_events(streams[0], 1)  # of 40, 32 run and the others wait for one of them to end
-            serving.stop(signal.SIGTERM)
+            streams = [stack.enter_context(open_stream(serving.cluster, **body)) for _ in range(100)]
+            read_events(streams[0], 1)  # 32 run and the others wait for one of them to end
+            wait_until(lambda: snapshot(serving.cluster)["waiting"] > 40, "nobody waits")
+            serving.stop(signal.SIGTERM, send=os.killpg)
+            for stream in streams:
+                assert b"data: [DONE]" in rest_of(stream)
+        assert "streams may end" in serving.output.read_text()
 
 
 @pytest.mark.parametrize("taken", ["http.port", "grpc.port"])

@@ -57,7 +57,7 @@ def test_the_client():
 
 def test_the_commands():
     commands = next(action.choices for action in cli._parser()._actions if action.choices)
-    assert sorted(commands) == ["cancel", "config", "demo", "generate", "models", "serve", "status", "verify"]
+    assert sorted(commands) == ["cancel", "config", "demo", "drain", "generate", "models", "serve", "status", "verify"]
 
 
 def test_every_error_has_a_status():

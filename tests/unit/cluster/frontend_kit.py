@@ -12,6 +12,7 @@ from bifolio.cluster.choices import Choices
 from bifolio.cluster.frontend import Frontend
 from bifolio.protos.messages import (
     Ask,
+    Confirmed,
     Delta,
     Generation,
     Geometry,
@@ -37,6 +38,7 @@ class Manager:
     def __init__(self, *answers: object, geometries: tuple[Geometry, ...] | Exception = (GEOMETRY,)) -> None:
         self.answers = list(answers)
         self.geometries = geometries
+        self.lost: dict[ReplicaId, str] = {}
         self.asks: list[Ask] = []
         self.confirmed: list[tuple[RequestId, ...]] = []
         self.calls: list[tuple[object, ...]] = []
@@ -58,11 +60,11 @@ class Manager:
         prefill = Lease(ReplicaId(f"p#{number}"), Generation(2, number), ())
         return Placement(ask.request, decode, prefill, model="m", reason="long")
 
-    async def _confirm(self, requests: tuple[RequestId, ...]) -> tuple[Geometry, ...]:
+    async def _confirm(self, requests: tuple[RequestId, ...]) -> Confirmed:
         self.confirmed.append(requests)
         if isinstance(self.geometries, Exception):
             raise self.geometries
-        return self.geometries
+        return Confirmed(self.geometries, self.lost)
 
     def _revoke(self, request: RequestId, known: bool = False) -> None:
         self.calls.append(("revoke", request, "known") if known else ("revoke", request))
@@ -104,6 +106,10 @@ class Stream:
         self.decode.cancelled += 1
 
 
+def front(manager: Manager, decode: Decode) -> Frontend:
+    return Frontend(manager, decode, attempts=3, silence_s=10.0)
+
+
 async def deltas_of(
     manager: Manager,
     decode: Decode,
@@ -113,7 +119,7 @@ async def deltas_of(
 ) -> list[Delta]:
     """All deltas; `seen` is called with each as it comes."""
     choices, deltas = Choices(request), []
-    async with aclosing(Frontend(manager, decode).generate(choices, account or Account())) as stream:
+    async with aclosing(front(manager, decode).generate(choices, account or Account())) as stream:
         async for delta in stream:
             deltas.append(delta)
             seen(choices, delta)

@@ -11,7 +11,8 @@ from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.kv_manager.snapshot import snapshot
 from bifolio.kv_manager.tags import BlockTags
-from bifolio.protos.messages import Ask, Geometry, ReplicaId, ReplicaInfo, RequestId, Role, Traffic
+from bifolio.protos.measures import Traffic
+from bifolio.protos.messages import Ask, Geometry, ReplicaId, ReplicaInfo, RequestId, Role
 
 EPOCH = 1_796_045_543_970_481_913
 GEOMETRY = Geometry("m", 1, 1, 8, 4, "float32")
@@ -49,9 +50,9 @@ def status(traffic: Mapping[tuple[str, Role], Traffic]) -> dict[str, Any]:
         queue.push(Ask(RequestId(name), tokens, tokens + 1, 0.0, tenant=name), 0)
         queue.pump(lambda ask, kept: ledger.admit(ask, 0, kept), 0)
     return {
-        **snapshot(ledger),
+        **snapshot(ledger, 0.0),
         "waiting": len(queue),
-        "queue": queue.snapshot(3.5),
+        "queue": {**queue.snapshot(3.5), "idle_s": 0.0},
         "store": {"where": "memory", "answers": True},
         "model": "served",
     }

@@ -7,12 +7,11 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from frontend_kit import REQUEST, STALE, Decode, Manager, collect, deltas_of
+from frontend_kit import REQUEST, STALE, Decode, Manager, collect, deltas_of, front
 from ray.exceptions import ActorDiedError
 
 from bifolio.cluster.account import Account
 from bifolio.cluster.choices import Choices, Merged
-from bifolio.cluster.frontend import Frontend
 from bifolio.protos.errors import Revoked, Unavailable
 from bifolio.protos.messages import Delta, Moved, Sampling, Timings, TokenLogprobs
 
@@ -188,7 +187,7 @@ def test_cancelled_or_left_every_stream_is_closed(cancelled: bool):
     async def run() -> None:
         never = asyncio.Event()
         decode.streams = [[brings(1, 3), brings(0, 7), ends_early(1), never], [Delta((4,)), never]]
-        ingress = Frontend(manager, decode)
+        ingress = front(manager, decode)
         async with aclosing(ingress.generate(Choices(THREE), Account())) as stream:
             assert [(await anext(stream)).tokens for _ in range(3)] == [(3,), (7,), (4,)]
             if cancelled:

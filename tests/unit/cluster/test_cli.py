@@ -261,10 +261,13 @@ STATUS = {
     "waiting": 3,
     "epoch": 1,
     "splits": {"short": 1, "long": 12},
+    "resumes": {},
+    "lost": [],
     "cache": {"asked_tokens": 400, "hit_tokens": 100, "evicted_blocks": 7},
     "replicas": [
         {
-            "id": "prefill-1", "role": "prefill", "state": "live", "pid": 42, "address": "127.0.0.1:7001",
+            "id": "prefill-1", "role": "prefill", "state": "alive", "stalled": {}, "silent_s": 0.5,
+            "pid": 42, "address": "127.0.0.1:7001",
             "free": 10, "cached": 0, "leased": 6, "total": 16, "offered": 0, "active": 2, "held": 6,
             "transfer": {
                 "streams": 1, "in_flight": 2, "done": 3, "failed": {}, "ways": {"copied": 4}, "frames": 5,
@@ -283,6 +286,11 @@ def http_address() -> Iterator[str]:
             self.send_response(200 if found else 404)
             self.end_headers()
             self.wfile.write(json.dumps(STATUS).encode() if found else b"no")
+
+        def do_POST(self) -> None:
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": {"message": f"{self.path} is not known"}}).encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -315,6 +323,15 @@ def test_status_as_a_table_and_as_json(
 def test_status_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--address", "127.0.0.1:1"]) == 1
     assert "http://127.0.0.1:1/status does not answer" in capsys.readouterr().err
+
+
+def test_a_refusal_over_http_is_told_in_the_clusters_words(
+    http_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["drain", "prefill", "--address", http_address]) == 1
+    assert capsys.readouterr().err == "bifolio: /v1/replicas/prefill-1/drain is not known\n"
+    assert cli.main(["status", "--address", f"{http_address}/elsewhere"]) == 1
+    assert capsys.readouterr().err == f"bifolio: http://{http_address}/elsewhere/status answers 404: no\n"
 
 
 def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

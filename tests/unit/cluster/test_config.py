@@ -129,7 +129,7 @@ def test_the_kernels_to_choose_from_are_those_there_are() -> None:
             "engine: {block_sise: 3}",
             "did you mean engine.block_size? allowed: engine.block_size, engine.context",
         ),
-        ("qqq: 1", "qqq: unknown name; allowed: engine, grpc, http, kv, model, pools, redis"),
+        ("qqq: 1", "qqq: unknown name; allowed: engine, grpc, http, ingress, kv, model, pools, redis"),
         ("http: {port: '80'}", "http.port: got '80'; allowed: a whole number, at least 1, at most 65535"),
         ("http: {port: 0}", "http.port: got 0; allowed: a whole number, at least 1, at most 65535"),
         ("model: {dtype: fp8}", "model.dtype: got 'fp8'; allowed: one of bfloat16, float16, float32 or null"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from status_kit import RECEIVED, SENT, status
 
 from bifolio.cluster.display import print_status
-from bifolio.protos.messages import Role, Traffic
+from bifolio.protos.measures import Traffic
+from bifolio.protos.messages import Role
 
 
 @pytest.fixture
@@ -103,3 +106,31 @@ def test_replicas_and_what_waits_come_first(print_of: Printed) -> None:
     lines = print_of({("d", "decode"): RECEIVED})
     assert lines[0].strip() == "served: 2 waiting"
     assert lines[4].split("│")[1:4] == [" d  ", " decode ", " alive "]
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"state": "stalled", "stalled": {"engine": 6.4}}, "stalled: engine 6 s"),
+        ({"state": "draining", "silent_s": 2.9}, "draining"),
+        ({"silent_s": 4.2}, "alive, silent for 4 s"),
+    ],
+)
+def test_a_replica_that_stands_still_is_told_with_its_seconds(
+    fields: dict[str, Any], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = status({("d", "decode"): RECEIVED})
+    told["replicas"][0] |= fields
+    print_status(told)
+    assert capsys.readouterr().out.splitlines()[4].split("│")[3].strip() == shown
+
+
+def test_what_was_lost_and_placed_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    told = status({("d", "decode"): RECEIVED})
+    told["lost"] = [{"id": "k3", "role": "decode", "why": "it has not reported for 10 s", "ago_s": 4.4}]
+    told["resumes"] = {"decode lost": 1, "drained": 2}
+    print_status(told)
+    lines = capsys.readouterr().out.splitlines()
+    assert "lost 4 s ago: decode replica k3: it has not reported for 10 s" in lines
+    assert "placed again, decode lost: 1 time, their decode replica was lost" in lines
+    assert "placed again, drained: 2 times, their replica was leaving" in lines

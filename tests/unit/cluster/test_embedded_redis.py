@@ -14,7 +14,7 @@ import pytest
 from redis import ConnectionError, Redis
 from redis_kit import server
 
-from bifolio.cluster.embedded_redis import embedded_redis
+from bifolio.cluster.embedded_redis import EmbeddedRedis, embedded_redis
 from bifolio.cluster.reaper import MARK, marked
 from bifolio.cluster.serve import check_redis
 from bifolio.protos.errors import ConfigError, Unavailable
@@ -52,20 +52,30 @@ def test_nobody_else_reaches_it(place: Path) -> None:
         }
 
 
-def test_ctrl_c_does_not_end_it_and_the_reaper_knows_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_to_all_do_not_end_it_and_the_reaper_knows_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, place.name)
     with embedded_redis(place / "redis") as url, Redis.from_url(url) as client:
         pid = client.info("server")["process_id"]
-        os.kill(pid, signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
         assert client.ping()
         assert client.info("server")["process_id"] == pid
         assert pid in marked(place.name)
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_one_that_was_killed_is_no_trouble_at_the_end(place: Path) -> None:
     with embedded_redis(place / "redis") as url, Redis.from_url(url) as client:
         os.kill(client.info("server")["process_id"], signal.SIGKILL)
+
+
+def test_one_that_was_killed_is_revived_at_the_second_look(place: Path) -> None:
+    with EmbeddedRedis(place / "redis") as server, Redis.from_url(server.url, retry=None) as client:
+        assert not server.revive()
+        client.set("a", 1)
+        os.kill(client.info("server")["process_id"], signal.SIGKILL)
+        assert [server.revive() for _ in range(3)] == [False, True, False]
+        assert client.get("a") is None
 
 
 def test_one_that_does_not_start_is_said_with_its_own_words(place: Path) -> None:

@@ -7,15 +7,14 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from frontend_kit import FAILED, GEOMETRY, REQUEST, STALE, Decode, Manager, collect, deltas_of
+from frontend_kit import FAILED, GEOMETRY, REQUEST, STALE, Decode, Manager, collect, deltas_of, front
 from ray.exceptions import ActorDiedError
 
 from bifolio.cluster import frontend
 from bifolio.cluster.account import Account
 from bifolio.cluster.choices import Choices
-from bifolio.cluster.frontend import Frontend
 from bifolio.kv_manager import keys
-from bifolio.protos.errors import InvalidRequest, Overloaded, ReplicaGone, Revoked, Unavailable
+from bifolio.protos.errors import Draining, InvalidRequest, Overloaded, ReplicaGone, Revoked, Unavailable
 from bifolio.protos.messages import Delta, Moved, RequestId, Timings, TokenLogprobs
 
 
@@ -61,7 +60,8 @@ def test_the_last_attempt_avoids_every_prefill_replica_that_was_used():
     ("error", "state"),
     [
         (ActorDiedError(), "dead"),
-        (ReplicaGone("Serve does not offer it any more", "d#1"), "draining"),
+        (Draining("Serve does not offer it any more", "d#1"), "draining"),
+        (ReplicaGone("not known to the router yet", "d#1"), None),
         (OSError("the stream broke somehow"), None),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_request_cancelled_elsewhere_ends_where_it_would_be_placed_again():
 
 def test_leaving_closes_the_stream_and_gives_the_request_up():
     async def leave() -> None:
-        async with aclosing(Frontend(manager, decode).generate(Choices(REQUEST), Account())) as stream:
+        async with aclosing(front(manager, decode).generate(Choices(REQUEST), Account())) as stream:
             await anext(stream)
 
     manager, decode = Manager(), Decode([Delta((7,)), Delta((8,), "stop")])
@@ -208,7 +208,7 @@ def test_a_request_cancelled_by_its_id_ends_at_once(where):
         never = asyncio.Event()
         manager = Manager(*[never] * (where == "admission"))
         decode = Decode([Delta((7,)), never] if where == "decode" else [never])
-        ingress = Frontend(manager, decode)
+        ingress = front(manager, decode)
         async with aclosing(ingress.generate(Choices(REQUEST), Account())) as stream:
             if where == "decode":
                 assert (await anext(stream)).tokens == (7,)
@@ -227,7 +227,7 @@ def test_a_request_cancelled_by_its_id_ends_at_once(where):
 
 def test_a_cancel_between_two_deltas_counts():
     async def run() -> None:
-        ingress = Frontend(Manager(), Decode([Delta((7,)), Delta((8,), "stop")]))
+        ingress = front(Manager(), Decode([Delta((7,)), Delta((8,), "stop")]))
         async with aclosing(ingress.generate(Choices(REQUEST), Account())) as stream:
             await anext(stream)
             await ingress.cancel(REQUEST.id)
@@ -239,7 +239,7 @@ def test_a_cancel_between_two_deltas_counts():
 
 def test_what_is_not_open_here_is_cancelled_at_the_manager():
     async def run() -> None:
-        await Frontend(manager, Decode()).cancel(RequestId("elsewhere"))
+        await front(manager, Decode()).cancel(RequestId("elsewhere"))
 
     manager = Manager()
     asyncio.run(run())
@@ -249,7 +249,7 @@ def test_what_is_not_open_here_is_cancelled_at_the_manager():
 def test_an_id_in_use_is_refused_until_its_request_ends():
     async def run() -> None:
         decode = Decode([Delta((7,)), Delta((8,), "stop")], [Delta((9,), "stop")])
-        ingress = Frontend(Manager(), decode)
+        ingress = front(Manager(), decode)
         async with aclosing(ingress.generate(Choices(REQUEST), Account())) as stream:
             await anext(stream)
             with pytest.raises(InvalidRequest, match="the request id r belongs to a request that is still open") as no:

@@ -10,8 +10,8 @@ from frontend_kit import GEOMETRY, REQUEST, Decode, Manager, collect
 from ray.exceptions import ActorDiedError
 
 from bifolio.cluster import open_requests
-from bifolio.cluster.open_requests import Open, OpenRequests
-from bifolio.protos.messages import Delta, RequestId
+from bifolio.cluster.open_requests import Lost, OpenRequests, Waiting
+from bifolio.protos.messages import Confirmed, Delta, ReplicaId, RequestId
 
 
 def test_geometries_are_there_for_the_first_request():
@@ -28,11 +28,11 @@ def test_open_requests_are_confirmed_again_and_again_and_one_call_is_under_way_a
         async def confirm(ids):
             calls.append(ids)
             await answer.wait()
-            return (GEOMETRY,)
+            return Confirmed((GEOMETRY,))
 
         manager = Manager()
         manager.confirm.remote = confirm
-        requests = OpenRequests(manager)
+        requests = OpenRequests(manager, 10.0)
         with requests.opened(RequestId("a")):
             waiting = [asyncio.create_task(requests.geometries()) for _ in range(5)]
             with requests.opened(RequestId("b")):
@@ -54,7 +54,7 @@ def test_open_requests_are_confirmed_again_and_again_and_one_call_is_under_way_a
 def test_a_manager_that_is_dead_is_asked_again(monkeypatch, caplog):
     async def run() -> None:
         manager = Manager(geometries=ActorDiedError())
-        requests = OpenRequests(manager)
+        requests = OpenRequests(manager, 10.0)
         with requests.opened(RequestId("a")):
             assert await requests.geometries() == ()
             while len(manager.confirmed) < 3:
@@ -78,7 +78,7 @@ def test_a_manager_that_does_not_answer_is_not_waited_for_long(monkeypatch):
     async def run() -> None:
         manager = Manager()
         manager.confirm.remote = lambda ids: asyncio.Event().wait()
-        assert await OpenRequests(manager).geometries() == ()
+        assert await OpenRequests(manager, 10.0).geometries() == ()
 
     monkeypatch.setattr(open_requests, "FIRST_S", 0.0)
     asyncio.run(run())
@@ -91,7 +91,7 @@ def test_a_stream_that_times_out_by_itself_is_not_cancelled():
             yield
 
         with pytest.raises(TimeoutError, match="of the stream's own"):
-            await Open(RequestId("r")).next(stream())
+            await Waiting().next(stream())
 
     asyncio.run(run())
 
@@ -99,10 +99,53 @@ def test_a_stream_that_times_out_by_itself_is_not_cancelled():
 def test_requests_are_confirmed_also_where_nobody_asks_for_geometries(monkeypatch):
     async def run() -> None:
         manager = Manager()
-        with OpenRequests(manager).opened(RequestId("a")):
+        with OpenRequests(manager, 10.0).opened(RequestId("a")):
             while len(manager.confirmed) < 2:
                 await asyncio.sleep(0)
         assert manager.confirmed[0] == ("a",)
 
     monkeypatch.setattr(open_requests, "CONFIRM_S", 0.0)
     asyncio.run(run())
+
+
+def test_who_waits_for_a_replica_that_is_lost_waits_no_longer(monkeypatch):
+    async def run() -> None:
+        manager = Manager()
+        requests = OpenRequests(manager, 10.0)
+
+        async def stream():
+            yield 1
+            await asyncio.Event().wait()
+
+        requests.watch()
+        with requests.served_by(ReplicaId("d")) as lost, requests.served_by(ReplicaId("e")) as other:
+            iterator = lost.over(stream())
+            assert await anext(iterator) == 1
+            manager.lost = {ReplicaId("d"): "it has not reported for 5.0 s"}
+            with pytest.raises(Lost, match="decode replica d is lost: it has not reported for 5"):
+                await anext(iterator)
+            with pytest.raises(Lost):  # nor does who comes late
+                await lost.next(iterator)
+            assert await other.next(other.over(stream())) == 1
+
+    monkeypatch.setattr(open_requests, "CONFIRM_S", 0.0)
+    asyncio.run(run())
+
+
+def test_a_manager_that_stands_still_is_started_again(monkeypatch, caplog):
+    killed = []
+
+    async def run() -> None:
+        manager = Manager()
+        manager.confirm.remote = lambda ids: asyncio.Event().wait()
+        monkeypatch.setattr(open_requests.ray, "kill", lambda actor, no_restart: killed.append((actor, no_restart)))
+        requests = OpenRequests(manager, 0.01)
+        assert requests.silent_s == 0.0
+        requests.watch()
+        while not killed:
+            await asyncio.sleep(0.001)
+        assert killed == [(manager, False)]
+        assert requests.silent_s >= 0.01
+
+    asyncio.run(run())
+    assert "has not answered for 0.01 s: it is started again" in caplog.text

@@ -10,6 +10,7 @@ from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.kv_manager.snapshot import snapshot
 from bifolio.kv_manager.tags import BlockTags
+from bifolio.protos.measures import Speeds
 from bifolio.protos.messages import (
     Ask,
     BlockId,
@@ -23,7 +24,6 @@ from bifolio.protos.messages import (
     ReplicaInfo,
     RequestId,
     Role,
-    Speeds,
 )
 
 GEOMETRY = Geometry("m", layers=1, kv_heads=1, head_dim=8, block_size=4, dtype="float32")
@@ -97,8 +97,8 @@ class Side:
     def known(self) -> dict[BlockId, Key]:
         return known(self.ledger, self.info.id)
 
-    def status(self, field: str) -> object:
-        return next(r[field] for r in snapshot(self.ledger)["replicas"] if r["id"] == self.info.id)
+    def status(self, field: str, now: float = 0.0) -> object:
+        return next(r[field] for r in snapshot(self.ledger, now)["replicas"] if r["id"] == self.info.id)
 
 
 def known(ledger: Ledger, replica: ReplicaId) -> dict[BlockId, Key]:

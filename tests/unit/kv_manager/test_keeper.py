@@ -175,3 +175,19 @@ def test_a_store_that_is_away_is_said_at_once_then_now_and_again_and_when_it_is_
     assert "the store is away, serving goes on without it: gone fishing" in said[0][1]
     assert "1 cancelled requests" in said[0][1]
     assert said[2][1] == "the store answers again: memory"
+
+
+def test_a_store_that_was_emptied_is_told_again_what_still_stands(store: Flaky, keeper: Keeper) -> None:
+    async def test() -> None:
+        await keeper.begin(10)
+        keeper.bury(A)
+        store.now = 30.0
+        keeper.bury(B)
+        await keeper.round()
+        store.__init__()  # type: ignore[misc]  # as when its process is started again
+        store.now = 70.0  # A's tombstone is over
+        await keeper.round()
+        assert await store.buried() == {B: 20.0}
+        assert await store.keep(0) == 10
+
+    asyncio.run(test())

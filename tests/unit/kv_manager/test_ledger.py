@@ -93,7 +93,7 @@ def test_a_placement_proves_its_lease_to_the_prefill_replica(ledger: Ledger, dec
     assert placement.prefill.cached > 0
     assert proves(placement.prefill_secret, key, placement.prefill)
     assert placement.prefill_secret.hex() not in repr(placement)
-    assert key.hex() not in str(snapshot(ledger)) + repr(ledger.replicas())
+    assert key.hex() not in str(snapshot(ledger, 0)) + repr(ledger.replicas())
 
 
 def test_what_decode_computes_itself_has_no_secret(ledger: Ledger, decode: Side) -> None:

@@ -10,7 +10,8 @@ from ledger_kit import CONFIG, ask, info, keys_of
 from bifolio.kv_manager import policy
 from bifolio.kv_manager.book import Book
 from bifolio.kv_manager.prefix_index import PrefixIndex
-from bifolio.protos.messages import Ask, BlockId, Generation, Role, Speeds
+from bifolio.protos.measures import Speeds
+from bifolio.protos.messages import Ask, BlockId, Generation, Role
 
 TEXT = 1
 

@@ -9,7 +9,7 @@ from ledger_kit import Side, info
 
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.kv_manager.snapshot import snapshot
-from bifolio.protos.messages import Traffic
+from bifolio.protos.measures import Traffic
 
 NOTHING = {
     "streams": 0,
@@ -75,7 +75,7 @@ def test_each_replica_has_its_own(ledger: Ledger, decode: Side) -> None:
 
 def test_the_snapshot_is_json_and_nobody_elses(decode: Side) -> None:
     report(decode, MOVED, 1)
-    shown = snapshot(decode.ledger)["replicas"][0]["transfer"]
+    shown = snapshot(decode.ledger, 0)["replicas"][0]["transfer"]
     assert json.loads(json.dumps(shown)) == shown
     for name in ("failed", "ways", "stalled_s"):
         shown[name].clear()

@@ -12,7 +12,8 @@ from bifolio.kv_manager.book import Book
 from bifolio.kv_manager.policy import Need
 from bifolio.kv_manager.prefix_index import PrefixIndex
 from bifolio.kv_manager.split import Choice
-from bifolio.protos.messages import Role, Speeds
+from bifolio.protos.measures import Speeds
+from bifolio.protos.messages import Role
 
 UNMEASURED = Speeds()
 SHORT = CONFIG.local_blocks * 4  # the most tokens that a decode replica may compute

@@ -118,14 +118,14 @@ def test_wanted_is_a_block_for_each_open_lease(tags: BlockTags) -> None:
     assert tags.report(0).reserve_wanted == 2
 
 
-def test_wanted_is_the_growth_of_the_last_seconds() -> None:
+def test_wanted_is_the_growth_at_the_pace_of_late() -> None:
     tags = BlockTags(REPLICA, 64)
     tags.open(lease(1, 1))
-    grant(tags, 2, 2, 3, 4)
-    for now in (1.0, 2.0):
-        tags.draw(generation(1), 1)
-        assert tags.report(now).reserve_wanted == now
-    assert tags.report(6.5).reserve_wanted == 1
+    grant(tags, 2, *range(2, 12))
+    for now in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
+        tags.draw(generation(1), 1)  # one a second: five in growth_s, from the first report on
+        assert tags.report(now).reserve_wanted == 5
+    assert tags.report(8.5).reserve_wanted == 3
     assert tags.report(50).reserve_wanted == 1
 
 

@@ -15,7 +15,7 @@ from bifolio.kv_manager import traffic
 from bifolio.kv_manager.block_store import WhyNot
 from bifolio.kv_manager.traffic import WHY_NOT_COPIED, TrafficMeter
 from bifolio.protos.errors import StalePlacement
-from bifolio.protos.messages import Traffic
+from bifolio.protos.measures import Traffic
 
 # Far more than any test takes: a thread that is not done by then hangs
 HANGS = 60.0

@@ -13,6 +13,7 @@ from bifolio.kv_manager.config import KvConfig
 from bifolio.kv_manager.tags import BlockTags
 from bifolio.kv_manager.traffic import TrafficMeter
 from bifolio.protos.errors import StalePlacement
+from bifolio.protos.measures import Speeds, Traffic
 from bifolio.protos.messages import (
     BlockId,
     Generation,
@@ -24,8 +25,6 @@ from bifolio.protos.messages import (
     ReplicaInfo,
     Reply,
     Report,
-    Speeds,
-    Traffic,
 )
 from bifolio.replicas import beat
 from bifolio.replicas.beat import Beat
@@ -60,10 +59,33 @@ class Manager:
 
 class Core:
     def __init__(self) -> None:
+        self.stood = 0.0  # seconds, of the engine
         self.replica = REPLICA
         self.tags = BlockTags(REPLICA, 8)
         self.speeds = Speeds(123.0, 0.5)
         self.meter = TrafficMeter()
+
+    def stalled_s(self) -> float:
+        return self.stood
+
+
+class Role:
+    """What the beat asks and tells a replica's work."""
+
+    def __init__(self, revoked: Callable[[Generation], None]) -> None:
+        self.revoke = revoked
+        self.gave_up: list[str] = []
+        self.stood = 0.0  # seconds, of a transfer
+        self.left = 0  # times that it was asked to leave
+
+    def give_up(self, why: str) -> None:
+        self.gave_up.append(why)
+
+    def stalled_s(self) -> float:
+        return self.stood
+
+    def leave(self) -> None:
+        self.left += 1
 
 
 def lease(counter: int, *blocks: int) -> Lease:
@@ -77,7 +99,12 @@ Work = Callable[[Beat, Core, Manager], Coroutine[Any, Any, None]]
 def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs `work` with a replica that has registered."""
 
-    def run(work: Work, kv: KvConfig = NEVER, revoked: Callable[[Generation], None] = lambda _: None) -> None:
+    def run(
+        work: Work,
+        kv: KvConfig = NEVER,
+        revoked: Callable[[Generation], None] = lambda _: None,
+        role: Role | None = None,
+    ) -> None:
         manager = Manager()
         monkeypatch.setattr(beat, "connect", lambda *_: manager)
 
@@ -90,7 +117,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         async def go() -> None:
             core: Any = Core()
             it = Beat(core, spec)
-            await it.start(INFO, revoked)
+            does = role or Role(revoked)
+            await it.start(INFO, does, does.leave)
             await work(it, core, manager)
             await it.stop()
 
@@ -188,3 +216,47 @@ def test_revoked_leases_are_named_to_whom_they_concern(play: Callable[..., None]
         assert heard == [Generation(1, 1)]
 
     play(work, revoked=heard.append)
+
+
+def test_what_stands_still_is_reported_at_once_and_given_up_as_long_as_it_does(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = Role(lambda _: None)
+
+    async def work(it: Beat, core: Core, manager: Manager) -> None:
+        core.stood = 31.0
+        assert (await manager.next("heartbeat")).stalled == {"engine": 31.0}
+        while len(role.gave_up) < 2:
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="d stands still: engine"):
+            it.check()
+        core.stood, role.stood = 0.0, 4.0
+        assert (await manager.next("heartbeat")).stalled == {"transfer": 4.0}
+        role.stood = 0.0
+        assert (await manager.next("heartbeat")).stalled == {}
+        it.check()
+
+    monkeypatch.setattr(beat, "LOOK_S", 0.0)
+    play(work, role=role)
+    assert role.gave_up[0] == "it has ended no step for 31.0 s"
+
+
+def test_a_replica_that_is_asked_to_leave_does(play: Callable[..., None]) -> None:
+    role = Role(lambda _: None)
+
+    async def work(it: Beat, core: Core, manager: Manager) -> None:
+        manager.answer = lambda report: Reply(report.beat, leave=True)
+        it.drain()
+        await manager.next("heartbeat")
+        while not role.left:
+            await asyncio.sleep(0)
+
+    play(work, role=role)
+
+
+def test_its_goodbye_is_none_of_a_dead_replica(play: Callable[..., None]) -> None:
+    async def work(it: Beat, core: Core, manager: Manager) -> None:
+        await it.stop()
+        assert await manager.next("report_state") == "gone"
+
+    play(work)

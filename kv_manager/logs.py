@@ -1,5 +1,5 @@
-"""Where the own lines of a replica, or of the ingress, go: to its worker's stderr, which Ray keeps in the session's
-logs.
+"""Where the own lines of a replica, of the ingress or of the KV manager go: to its worker's stderr, which Ray keeps in
+the session's logs.
 
 Ray and Serve configure their loggers and nobody else's, so without this only warnings would be kept. And Serve puts a
 logger of its own in the place of `sys.stderr`, which holds back a thousand lines.

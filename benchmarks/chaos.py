@@ -124,7 +124,7 @@ def main() -> int:
     verdict = judge(result)
     measure.show(*chaos_show.shown(result, verdict))
     if args.markdown is not None:
-        chaos_show.write_markdown(args.markdown, _command(args), result, verdict)
+        chaos_show.write_markdown(args.markdown, "chaos", _command(args), result, verdict)
     return int(not verdict.met)
 
 
@@ -152,7 +152,7 @@ def _say(line: str) -> None:
 
 def _command(args: argparse.Namespace) -> str:
     only = f" --only {shlex.quote(','.join(args.only))}" if args.only else ""
-    return f"python -P benchmarks/chaos.py --seed {args.seed} --faults {args.faults}{only}"
+    return f"python -P benchmarks/chaos.py --seed {args.seed} --faults {args.faults} --pace {args.pace:g}{only}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=9, metavar="S", help="default: %(default)s")
     parser.add_argument("--faults", type=int, default=205, metavar="N", help="default: %(default)s")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="KIND,...")
-    parser.add_argument("--pace", type=float, default=7.0, metavar="SECONDS", help="between two; default: %(default)s")
+    parser.add_argument("--pace", type=float, default=4.5, metavar="SECONDS", help="between two; default: %(default)s")
     parser.add_argument("--lanes", type=int, default=20, metavar="N", help="requests at a time; default: %(default)s")
     parser.add_argument("--list", action="store_true", help="the kinds of faults, and strike nothing")
     parser.add_argument("--model", type=Path, metavar="DIRECTORY", help="default: glassllm, as in the tests")

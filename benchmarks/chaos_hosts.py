@@ -56,6 +56,7 @@ AWAY_S = 5.0  # a host that died is there again, and a GCS
 LOOK_S = 0.5
 WHOLE_S = 150.0  # a node, and then replicas on it
 DEPLOY_S = 180.0
+NO_HOSTS = 3  # the exit status where this machine has none to give
 
 Role = Literal["head", "prefill", "decode"]
 
@@ -288,13 +289,20 @@ def main() -> int:
         for number, planned in enumerate(faults, 1):
             _say(f"{number:4}  after {planned.after:5.2f} s  {planned.fault}")
         result = everything(args, faults)
-    except (ValueError, NoHosts) as error:
+    except ValueError as error:
         print(f"chaos_hosts.py: {error}", file=sys.stderr)
         return 2
+    except NoHosts as error:
+        print(f"chaos_hosts.py: left out: {error}", file=sys.stderr)
+        return NO_HOSTS
     verdict = judge(result)
     measure.show(*chaos_show.shown(result, verdict))
     longest = max((each.ended - each.sent for each in result.outcomes if each.ended is not None), default=0.0)
     measure.show(f"the longest answer took {longest:.1f} s")
+    if args.markdown is not None:
+        given = f" --faults {args.faults}" if args.faults is not None else ""
+        command = f"python -P benchmarks/chaos_hosts.py --kind {args.kind} --seed {args.seed}{given}"
+        chaos_show.write_markdown(args.markdown, "hosts", command, result, verdict)
     if args.json is not None:
         args.json.write_text(json.dumps({**dataclasses.asdict(verdict), "met": verdict.met}), encoding="utf-8")
     return int(not verdict.met)
@@ -336,6 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, metavar="DIRECTORY", help="default: glassllm, as in the tests")
     parser.add_argument("--log", type=Path, metavar="FILE", help="what the cluster prints")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict there, too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="and the table into this page, between its marks")
     return parser
 
 

@@ -10,7 +10,6 @@ from chaos_check import Result, Row, Verdict
 from rich.table import Table
 
 COLUMNS = ("count", "open", "resumed", "broken", "refused", "hung", "wrong", "p50 s", "max s")
-BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
 MOST_SHOWN = 12  # complaints of a kind
 
 
@@ -43,14 +42,15 @@ def totals(result: Result, verdict: Verdict) -> list[str]:
     ]
 
 
-def write_markdown(path: Path, command: str, result: Result, verdict: Verdict) -> None:
-    """Between the marks; raises ValueError on a page without them."""
+def write_markdown(path: Path, mark: str, command: str, result: Result, verdict: Verdict) -> None:
+    """Between the marks of this name; raises ValueError on a page without them."""
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
     page = path.read_text(encoding="utf-8")
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"{path} needs one line {BEGIN} and one {END}, between which the table is written")
-    before, rest = page.split(BEGIN)
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"{path} needs one line {begin} and one {end}, between which the table is written")
+    before, rest = page.split(begin)
     lines = [f"`{command}`", "", *markdown(verdict.rows), "", *(f"- {line}" for line in totals(result, verdict))]
-    path.write_text(before + "\n".join([BEGIN, *lines, END]) + rest.partition(END)[2], encoding="utf-8")
+    path.write_text(before + "\n".join([begin, *lines, end]) + rest.partition(end)[2], encoding="utf-8")
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:

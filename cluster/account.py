@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass, field
 
 from bifolio.protos import inference_pb2 as pb
-from bifolio.protos.messages import Delta, Moved, Placement, Request, Timings
+from bifolio.protos.measures import Moved, Timings
+from bifolio.protos.messages import Delta, Placement, Request
 
 
 @dataclass(slots=True)

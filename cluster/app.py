@@ -84,7 +84,7 @@ def _versioned(deployment: Any, *what: object) -> Any:
 
 def _stamp(model: Path) -> tuple[tuple[str, int, int], ...]:
     """Of the model's files: other ones have another."""
-    files = sorted(model.iterdir()) if model.is_dir() else [model]
+    files = sorted(file for file in model.iterdir() if file.is_file()) if model.is_dir() else [model]
     return tuple((str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files)
 
 

@@ -14,7 +14,10 @@ PATIENCE_S = 2.0
 
 def shut(directory: Path) -> None:
     """All whose sockets lie there. One that does not listen stays open, which is no harm."""
-    for path in directory.glob(f"**/{SOCKET}"):
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):  # something there went away meanwhile
+        paths += directory.glob(f"**/{SOCKET}")
+    for path in paths:
         with contextlib.suppress(OSError):
             rows = [line.split(",") for line in _said(path, "show stat").splitlines() if not line.startswith("#")]
             servers = [f"{row[0]}/{row[1]}" for row in rows if len(row) > 1 and row[1] not in ("FRONTEND", "BACKEND")]

@@ -20,7 +20,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from bifolio.kv_manager import keys
 from bifolio.protos.errors import BifolioError, Draining, ReplicaGone, Unavailable
@@ -34,6 +34,7 @@ from .tries import Ended, Tries
 logger = logging.getLogger(__name__)
 
 MANAGER_S = 60.0  # how long a request waits for a KV manager that is away
+AT_ONCE_S = 1.0  # in which a call to one that is away fails
 LONG = 4096  # tokens: the keys of more take so long (a millisecond) that other streams would feel it
 
 
@@ -75,7 +76,7 @@ class Frontend:
                                 await streams.close(choice)
                         if delta.resumable is not None and choice in choices.open:
                             tries = self._tries()
-                            tries.failed(self._ended(*delta.resumable), account.placement, time.monotonic())
+                            tries.failed(Ended(*delta.resumable), account.placement, time.monotonic())
                             account.resumes += 1
                             streams.add(choice, self._attempts(choices.alone(choice), account, tries))
             except BifolioError:
@@ -135,9 +136,11 @@ class Frontend:
                 async for delta in waiting.over(stream):
                     if request.n == 1 and delta.choice != request.sampling.choice:
                         delta = replace(delta, choice=request.sampling.choice)
-                    if delta.resumable is not None and (request.n == 1 or delta.choice is None):
-                        ended, over = self._ended(*delta.resumable), True
-                        delta = replace(delta, resumable=None)
+                    if delta.resumable is not None:
+                        early = self._ended(*delta.resumable)
+                        if request.n == 1 or delta.choice is None:
+                            ended, over = early, True
+                            delta = replace(delta, resumable=None)
                     left -= delta.finish is not None or delta.resumable is not None
                     if delta.tokens or delta.resumable is not None:
                         yield delta
@@ -170,7 +173,8 @@ class Frontend:
         if isinstance(ours, BifolioError):
             raise ours
         if isinstance(error, RayActorError):
-            self._manager.report_state.remote(replica, "dead")
+            dead = isinstance(error, ActorDiedError)
+            self._manager.report_state.remote(replica, "dead" if dead else "unreachable")
         return Ended("ReplicaGone", f"the stream of decode replica {replica} broke: {error!r}", replica)
 
     async def _admit(self, request: Request, tries: Tries, account: Account) -> Placement:
@@ -205,12 +209,15 @@ class Frontend:
 
     async def _ask(self, method: Any, argument: Any) -> Any:
         """What the KV manager answers. Raises its errors, and Unavailable if it stays away."""
-        began = time.monotonic()
+        away = time.monotonic()
         while True:
+            called = time.monotonic()
             try:
                 return await method.remote(argument)
             except RayActorError as error:
-                if time.monotonic() - began > MANAGER_S:
+                now = time.monotonic()
+                away = now if now - called > AT_ONCE_S else away  # until now it was there, or hung
+                if now - away > MANAGER_S:
                     raise Unavailable(
                         f"the KV manager does not answer; try again in some seconds: {error!r}"
                     ) from error

@@ -86,6 +86,7 @@ def environment(directory: Path, mark: str, doors: Collection[int]) -> dict[str,
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "4",  # HAProxy has heard of an ingress' leaving by then
         # Also what an ingress was given and has not begun to answer when it died or closed: asking twice is safe
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        "RAY_SERVE_HAPROXY_RETRIES": "1",  # once: it may be what the ingress died of
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),

@@ -25,6 +25,7 @@ from bifolio.protos.messages import Confirmed, Geometry, ReplicaId, RequestId
 logger = logging.getLogger(__name__)
 
 CONFIRM_S = 1.0  # between two confirmations
+LATE_S = 1.0  # a timeout that comes so late says nothing of the manager
 FIRST_S = 1.0  # how long a request waits for geometries while none are known; then it goes without keys
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class OpenRequests:
         self._silence_s = silence_s
         self._open: dict[RequestId, Waiting] = {}
         self._served: dict[ReplicaId, set[Waiting]] = {}
+        self._unknown: dict[ReplicaId, float] = {}  # of those, the manager's, since when: it may have begun just now
         self._geometries: tuple[Geometry, ...] = ()
         self._call: asyncio.Task[None] | None = None  # the confirmation under way, or the last one
         self._confirming: asyncio.Task[None] | None = None
@@ -141,7 +143,10 @@ class OpenRequests:
     async def _keep_confirming(self) -> None:
         while True:
             began = time.monotonic()
-            await self._confirm()
+            try:
+                await self._confirm()
+            except Exception:  # a bug of ours: without confirmations all that is open here would be taken back
+                logger.exception("requests were not confirmed, going on")
             await asyncio.sleep(max(0.0, CONFIRM_S - (time.monotonic() - began)))
 
     def _confirm(self) -> asyncio.Task[None]:
@@ -151,10 +156,13 @@ class OpenRequests:
         return self._call
 
     async def _call_manager(self) -> None:
+        began = time.monotonic()
         try:
             async with asyncio.timeout(self._silence_s):
                 confirmed: Confirmed = await self._manager.confirm.remote(tuple(self._open))
         except TimeoutError:
+            if time.monotonic() - began > self._silence_s + LATE_S:
+                return  # we were held up ourselves, and its answer may be here
             logger.error("the KV manager has not answered for %g s: it is started again", self._silence_s)
             self._answers = False
             ray.kill(self._manager, no_restart=False)
@@ -166,6 +174,16 @@ class OpenRequests:
             if not self._answers:
                 logger.info("the KV manager answers again, after %.1f s", self.silent_s)
             self._answers, self._heard, self._geometries = True, time.monotonic(), confirmed.geometries
-            for replica, why in confirmed.lost.items():
-                for waiting in self._served.get(replica, ()):
-                    waiting.end(Lost(f"decode replica {replica} is lost: {why}"))
+            self._end_lost(confirmed)
+
+    def _end_lost(self, confirmed: Confirmed) -> None:
+        """Ends what waits for replicas that are lost, or that a manager which has begun since does not come to know."""
+        now, lost = time.monotonic(), dict(confirmed.lost)
+        unknown = self._served.keys() - confirmed.known - lost.keys()
+        self._unknown = {replica: self._unknown.get(replica, now) for replica in unknown}
+        for replica, since in self._unknown.items():
+            if now - since > self._silence_s:
+                lost[replica] = f"the KV manager has not heard of it for {now - since:.1f} s"
+        for replica, why in lost.items():
+            for waiting in self._served.get(replica, ()):
+                waiting.end(Lost(f"decode replica {replica} is lost: {why}"))

@@ -31,7 +31,7 @@ from .local import LocalRay, local_ray, private_place, require_free
 from .models import resolve
 from .query import template_of
 from .tokenizer import Tokenizer
-from .watch import Snapshot, Watch, counted, streams
+from .watch import Open, Snapshot, Watch, counted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WATCH_S = 2.0  # between two looks at a cluster that serves
@@ -184,13 +184,14 @@ def _let_end(config: ClusterConfig, place: Path, say: Say) -> None:
     as it does where a supervisor tells both a process and its group."""
     look, began, armed = _looks(), time.monotonic(), False
     doors.shut(place)
-    left, said, told = -1, -1, began
-    while left and (now := time.monotonic()) - began < config.pools.drain_s:
+    opened, said, told = Open(), -1, began
+    while (left := opened.count) and (now := time.monotonic()) - began < config.pools.drain_s:
         if not armed and now - began > TOGETHER_S:
             _handle_signals()
             armed = True
         if (snapshot := look()) is not None:
-            left = streams(snapshot)
+            opened.look(snapshot)
+            left = opened.count
         if said < 0 < left:
             say(f"stopping: {left} streams may end, up to {config.pools.drain_s:.0f} s; again to stop at once")
             said = left

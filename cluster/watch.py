@@ -55,6 +55,25 @@ def streams(snapshot: Snapshot) -> int:
     return count
 
 
+class Open:
+    """How many streams are open, by one snapshot after the other. A manager that has just begun knows of none, until
+    its replicas have registered; and one that is placed again is nowhere for a moment."""
+
+    def __init__(self) -> None:
+        self.count = -1  # not known
+        self._epoch = self._replicas = self._quiet = 0
+
+    def look(self, snapshot: Snapshot) -> None:
+        epoch, replicas = snapshot["epoch"], len(snapshot["replicas"])
+        if self._epoch not in (0, epoch) and replicas < self._replicas:
+            return
+        self._epoch, self._replicas = epoch, replicas
+        count = streams(snapshot)
+        self._quiet = 0 if count else self._quiet + 1
+        if count or self._quiet > 1:
+            self.count = count
+
+
 def counted(wanted: Mapping[str, int], alive: Mapping[str, int] | None = None) -> str:
     """Replicas of each role, in words."""
     return ", ".join(f"{n} {role}" if alive is None else f"{alive[role]} of {n} {role}" for role, n in wanted.items())

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import ray
 
@@ -47,7 +47,7 @@ from . import drill
 from .admission import AdmissionQueue, Outcome
 from .config import KvConfig
 from .keeper import Keeper
-from .ledger import Ledger
+from .ledger import Ledger, ReportedState
 from .logs import log_to_stderr
 from .snapshot import snapshot
 from .store import MemoryStore, RedisStore, cell_of
@@ -152,7 +152,7 @@ class KvManager:
             self._went_on = time.monotonic()
             self._pump(self._went_on)
 
-    async def report_state(self, replica: ReplicaId, state: Literal["dead", "draining", "gone"]) -> None:
+    async def report_state(self, replica: ReplicaId, state: ReportedState) -> None:
         with self._lock:
             now = time.monotonic()
             self._ledger.report_state(replica, state, now)
@@ -194,7 +194,8 @@ class KvManager:
 
     def _settle(self, outcomes: Iterable[Outcome]) -> None:
         for request, outcome in outcomes:
-            self._went_on = time.monotonic()
+            if isinstance(outcome, Placement):
+                self._went_on = time.monotonic()
             future = self._waiters.pop(request)
             if not future.set_running_or_notify_cancel():
                 continue  # the caller left; its `admit` is about to revoke what it was given

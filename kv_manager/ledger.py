@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Literal
 
-from bifolio.protos.errors import DoesNotFit, GeometryMismatch, InvalidRequest, Revoked, Unavailable
+from bifolio.protos.errors import GeometryMismatch, InvalidRequest, Revoked, Unavailable
 from bifolio.protos.messages import (
     Ask,
     BlockId,
@@ -52,6 +52,8 @@ from .policy import Need
 from .prefix_index import PrefixIndex
 from .secret import sign
 
+ReportedState = Literal["dead", "unreachable", "draining", "gone"]
+
 
 class Ledger:
     """`epoch` must be greater than that of every ledger this cell had before."""
@@ -71,6 +73,8 @@ class Ledger:
         self._without_prefill: float | None = None  # since when, where split is always
         self._given_up: dict[RequestId, float] = {}  # not admitted before this time
         self._confirmed: dict[RequestId, float] = {}  # families, when an ingress last said that they are open
+        self._arrivals: dict[RequestId, float] = {}  # of families: who has an id, of two that were given the same
+        self._leaving: set[ReplicaId] = set()  # those that are asked to, also while they are not known
 
     # -- requests
 
@@ -82,6 +86,8 @@ class Ledger:
         `silence_s`.
         """
         self.check(ask, now)
+        if ask.cause is None:
+            self._arrivals[family(ask.request)] = ask.arrival
         self._revoke(ask.request)
         decodes = [b for b in self._able_decodes(ask) if b.info.id not in kept and b.has_room(ask.n)]
         if not decodes:
@@ -117,8 +123,11 @@ class Ledger:
         """Raises Revoked for what was cancelled, and DoesNotFit for what can never be served."""
         if any(now < self._given_up.get(id, now) for id in (ask.request, family(ask.request))):
             raise Revoked(f"request {ask.request} was cancelled")
+        arrival = self._arrivals.get(family(ask.request), ask.arrival)
+        if ask.cause is not None and arrival != ask.arrival:
+            raise Revoked(f"request {ask.request} is given up: a later one, at another ingress, has the same id")
         if decodes := self._pool("decode", ask.model):
-            self._refuse_what_never_fits(ask, decodes)
+            policy.refuse_what_never_fits(ask, decodes)
 
     def revoke(self, request: RequestId, now: float, *, known: bool = False) -> None:
         """Gives up all of a request, or one of its choices. Where nothing of it is known its admission may be on its
@@ -136,7 +145,8 @@ class Ledger:
     def confirm(self, requests: Iterable[RequestId], now: float) -> Confirmed:
         """These are open at an ingress; the names of their choices are not needed."""
         self._confirmed.update((family(request), now) for request in requests)
-        return Confirmed(self.geometries(), {replica: loss.why for replica, loss in self.losses.all().items()})
+        lost = {replica: loss.why for replica, loss in self.losses.all().items()}
+        return Confirmed(self.geometries(), lost, frozenset(self._books))
 
     def release(self, release: Release) -> None:
         """Closes a lease, offered or active. None of the replica's reports up to its beat counts."""
@@ -166,6 +176,7 @@ class Ledger:
         self._forget(info.id)
         self.losses.is_back(info.id)
         book = self._books[info.id] = Book(info, self._index.add())
+        book.leaving = info.id in self._leaving
         book.reconcile(report, now, epoch=None)
         others = [b for b in self._books.values() if b is not book and b.info.role == info.role]
         book.revoke_overtaken({held.request: g for other in others for g, held in other.leases.items()})
@@ -187,11 +198,12 @@ class Ledger:
             names = ", ".join(f"{b.info.id} ({b.info.role})" for b in self._books.values()) or "none"
             raise InvalidRequest(f"there is no replica {replica}; there are: {names}", "replica")
         book.leaving = True
+        self._leaving.add(replica)
 
-    def report_state(self, replica: ReplicaId, state: Literal["dead", "draining", "gone"], now: float) -> None:
+    def report_state(self, replica: ReplicaId, state: ReportedState, now: float) -> None:
         """What a peer says of a replica, or it of itself: "gone" is its own goodbye. A false word heals: after "dead"
-        the next heartbeat makes the replica register again, and "draining" holds for `silence_s`, unless the replica
-        says so itself."""
+        or "unreachable" the next heartbeat makes the replica register again, and "draining" holds for `silence_s`,
+        unless the replica says so itself. Who cannot reach a replica speaks for itself; of a dead one others hear."""
         if (book := self._books.get(replica)) is None:
             return
         if state == "draining":
@@ -219,6 +231,7 @@ class Ledger:
                 )
         self.losses.expire(now)
         self._confirmed = {request: at for request, at in self._confirmed.items() if at > since}
+        self._arrivals = {request: at for request, at in self._arrivals.items() if request in self._confirmed}
         self._given_up = {request: until for request, until in self._given_up.items() if now < until}
         return said
 
@@ -278,21 +291,6 @@ class Ledger:
             return []
         may_exclude = self._config.split != "always"
         return policy.able_prefills(ask, self._pool("prefill", model), may_exclude=may_exclude)
-
-    def _refuse_what_never_fits(self, ask: Ask, decodes: list[Book]) -> None:
-        if any(policy.can_ever_hold(ask, b) for b in decodes):
-            return
-        largest = max(decodes, key=lambda b: b.info.blocks * b.block_size)
-        slots = max(b.info.max_sequences for b in decodes)
-        if ask.n > slots:
-            raise DoesNotFit(f"n is {ask.n}; a decode replica computes at most {slots} answers at once", "n")
-        size = largest.block_size
-        many, lower = (f" in {ask.n} answers", ", or lower n") if ask.n > 1 else ("", "")
-        raise DoesNotFit(
-            f"prompt and max_tokens can take {policy.sizes_of(ask, size).most * size} positions{many}, the largest "
-            f"decode replica holds {largest.info.blocks * size}: shorten the prompt or lower max_tokens{lower}",
-            "max_tokens",
-        )
 
     def _place(self, ask: Ask, decode: Need, prefill: Need | None, reason: split.Reason, now: float) -> Placement:
         self._confirmed[family(ask.request)] = now

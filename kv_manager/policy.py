@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from bifolio.protos.errors import DoesNotFit
 from bifolio.protos.messages import Ask, BlockId, Key
 
 from .book import Book
@@ -86,6 +87,23 @@ def able_decodes(ask: Ask, decodes: Iterable[Book]) -> list[Book]:
 
 def can_ever_hold(ask: Ask, book: Book) -> bool:
     return sizes_of(ask, book.block_size).most <= book.info.blocks and ask.n <= book.info.max_sequences
+
+
+def refuse_what_never_fits(ask: Ask, decodes: list[Book]) -> None:
+    """DoesNotFit, unless one of them can ever hold it."""
+    if any(can_ever_hold(ask, b) for b in decodes):
+        return
+    largest = max(decodes, key=lambda b: b.info.blocks * b.block_size)
+    slots = max(b.info.max_sequences for b in decodes)
+    if ask.n > slots:
+        raise DoesNotFit(f"n is {ask.n}; a decode replica computes at most {slots} answers at once", "n")
+    size = largest.block_size
+    many, lower = (f" in {ask.n} answers", ", or lower n") if ask.n > 1 else ("", "")
+    raise DoesNotFit(
+        f"prompt and max_tokens can take {sizes_of(ask, size).most * size} positions{many}, the largest "
+        f"decode replica holds {largest.info.blocks * size}: shorten the prompt or lower max_tokens{lower}",
+        "max_tokens",
+    )
 
 
 def able_prefills(ask: Ask, prefills: Iterable[Book], *, may_exclude: bool = True) -> list[Book]:

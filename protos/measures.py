@@ -1,4 +1,4 @@
-"""What a replica has measured, as its reports carry it. Times are durations in seconds."""
+"""What replicas have measured, as their reports and deltas carry it. Times are durations in seconds."""
 
 from __future__ import annotations
 
@@ -27,3 +27,23 @@ class Traffic:
     bytes: int = 0  # in frames, or copied
     moving_s: float = 0.0  # seconds in which bytes were moved: cut and sent, or landed
     stalled_s: Mapping[str, float] = field(default_factory=dict)  # seconds of waiting, by what for
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The parts of the time to the first token that the replicas measure, in seconds."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    first_decode: float = 0.0
+    elapsed: float = 0.0  # in the decode replica, from the call to the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one hand-over carried."""
+
+    blocks: int = 0
+    bytes: int = 0
+    cached: int = 0  # tokens of the history that nobody had to compute

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, NewType
 
-from .measures import Speeds, Traffic
+from .measures import Moved, Speeds, Timings, Traffic
 
 MOST_LOGPROBS = 20  # of the most probable tokens at one place, as in OpenAI's API
 
@@ -275,6 +275,7 @@ class Confirmed:
 
     geometries: tuple[Geometry, ...] = ()  # whose keys it should ask with
     lost: Mapping[ReplicaId, str] = field(default_factory=dict)  # replicas that answer nobody any more, and why
+    known: frozenset[ReplicaId] = frozenset()  # those that report
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,26 +314,6 @@ class Commit:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions 1 onwards: nothing predicts the first token
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """The parts of the time to the first token that the replicas measure, in seconds."""
-
-    queue: float = 0.0
-    prefill: float = 0.0
-    transfer: float = 0.0
-    first_decode: float = 0.0
-    elapsed: float = 0.0  # in the decode replica, from the call to the first token
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """What one hand-over carried."""
-
-    blocks: int = 0
-    bytes: int = 0
-    cached: int = 0  # tokens of the history that nobody had to compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bifolio.kv_manager.pull import Pull
-from bifolio.protos.messages import (
-    Commit,
-    Delta,
-    Generation,
-    Lease,
-    Moved,
-    Placement,
-    Request,
-    Timings,
-    TokenLogprobs,
-)
+from bifolio.protos.measures import Moved, Timings
+from bifolio.protos.messages import Commit, Delta, Generation, Lease, Placement, Request, TokenLogprobs
 
 from .key_chain import KeyChain
 from .sequence import Add, Event, Prefilled, Sampled

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 GOODBYE_S = 2.0  # for the manager to hear that the replica leaves
 QUICKEST_S = 0.05  # between two beats, however often one is asked for
 LOOK_S = 0.25  # between two looks at what may stand still
+LATE_S = 1.0  # one that is so late is left out
 
 
 class Work(Protocol):
@@ -131,7 +132,10 @@ class Beat:
 
     async def _watch(self) -> None:
         while True:
+            began = time.monotonic()
             await asyncio.sleep(LOOK_S)
+            if time.monotonic() - began > LOOK_S + LATE_S:
+                continue  # the whole process was held up: what stood still may go on
             drill.point("loop")
             before, self._stalled = self._stalled, {}
             if engine := self._core.stalled_s():

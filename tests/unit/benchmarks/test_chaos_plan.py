@@ -93,13 +93,16 @@ def test_lost_blocks_waiters_and_lost_replicas_are_no_rest() -> None:
         assert not at_rest(status, {"decode": 1, "prefill": 0})
 
 
+BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
+
+
 def test_the_table_is_written_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{chaos_show.BEGIN}\nold\n{chaos_show.END}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     result = Result({}, [], [Strike(1, "burst", "24 requests", 0.0, 2.0)])
-    chaos_show.write_markdown(page, "a command", result, judge(result))
+    chaos_show.write_markdown(page, "chaos", "a command", result, judge(result))
     text = page.read_text()
-    assert text.startswith(f"before\n{chaos_show.BEGIN}\n`a command`\n")
-    assert text.endswith(f"{chaos_show.END}\nafter\n")
+    assert text.startswith(f"before\n{BEGIN}\n`a command`\n")
+    assert text.endswith(f"{END}\nafter\n")
     assert "| burst | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 2.0 | 2.0 |" in text
     assert "old" not in text

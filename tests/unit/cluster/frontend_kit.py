@@ -39,6 +39,7 @@ class Manager:
         self.answers = list(answers)
         self.geometries = geometries
         self.lost: dict[ReplicaId, str] = {}
+        self.known: set[ReplicaId] = set()
         self.asks: list[Ask] = []
         self.confirmed: list[tuple[RequestId, ...]] = []
         self.calls: list[tuple[object, ...]] = []
@@ -64,7 +65,7 @@ class Manager:
         self.confirmed.append(requests)
         if isinstance(self.geometries, Exception):
             raise self.geometries
-        return Confirmed(self.geometries, self.lost)
+        return Confirmed(self.geometries, self.lost, frozenset(self.known))
 
     def _revoke(self, request: RequestId, known: bool = False) -> None:
         self.calls.append(("revoke", request, "known") if known else ("revoke", request))

@@ -13,7 +13,8 @@ from ray.exceptions import ActorDiedError
 from bifolio.cluster.account import Account
 from bifolio.cluster.choices import Choices, Merged
 from bifolio.protos.errors import Revoked, Unavailable
-from bifolio.protos.messages import Delta, Moved, Sampling, Timings, TokenLogprobs
+from bifolio.protos.measures import Moved, Timings
+from bifolio.protos.messages import Delta, Sampling, TokenLogprobs
 
 THREE = replace(REQUEST, n=3, sampling=Sampling(10, seed=4))
 

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import pytest
 from frontend_kit import FAILED, GEOMETRY, REQUEST, STALE, Decode, Manager, collect, deltas_of, front
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from bifolio.cluster import frontend
 from bifolio.cluster.account import Account
 from bifolio.cluster.choices import Choices
 from bifolio.kv_manager import keys
 from bifolio.protos.errors import Draining, InvalidRequest, Overloaded, ReplicaGone, Revoked, Unavailable
-from bifolio.protos.messages import Delta, Moved, RequestId, Timings, TokenLogprobs
+from bifolio.protos.measures import Moved, Timings
+from bifolio.protos.messages import Delta, RequestId, TokenLogprobs
 
 
 def test_an_attempt_that_ends_early_goes_on_with_the_tokens_it_has():
@@ -60,6 +61,7 @@ def test_the_last_attempt_avoids_every_prefill_replica_that_was_used():
     ("error", "state"),
     [
         (ActorDiedError(), "dead"),
+        (ActorUnavailableError("the link is cut", None), "unreachable"),
         (Draining("Serve does not offer it any more", "d#1"), "draining"),
         (ReplicaGone("not known to the router yet", "d#1"), None),
         (OSError("the stream broke somehow"), None),
@@ -259,3 +261,32 @@ def test_an_id_in_use_is_refused_until_its_request_ends():
         assert [d.tokens async for d in ingress.generate(Choices(REQUEST), Account())] == [(9,)]
 
     asyncio.run(run())
+
+
+def test_the_patience_with_a_manager_begins_when_it_goes_away(monkeypatch):
+    """A request may have waited in its queue for long before."""
+
+    async def run() -> None:
+        manager = Manager()
+        there, admit = iter([True, False, False]), manager.admit.remote
+
+        async def ask(asked):
+            if (waits := next(there, None)) is None:
+                return await admit(asked)
+            await asyncio.sleep(0.05 if waits else 0)
+            raise ActorDiedError
+
+        manager.admit.remote = ask
+        assert [d.tokens for d in await deltas_of(manager, Decode([Delta((9,), "stop")]))] == [(9,)]
+
+    monkeypatch.setattr(frontend, "MANAGER_S", 0.3)
+    monkeypatch.setattr(frontend, "AT_ONCE_S", 0.04)
+    asyncio.run(run())
+
+
+def test_one_choice_of_several_that_breaks_makes_no_living_replica_dead():
+    manager = Manager()
+    both = replace(REQUEST, n=2)
+    script = [Delta((7,)), Delta((8,), choice=1), OSError("the stream broke somehow")]
+    collect(manager, Decode(script, *[[Delta((9,), "stop")]] * 2), both)
+    assert not [call for call in manager.calls if call[0] == "report_state"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import pytest
 from frontend_kit import GEOMETRY, REQUEST, Decode, Manager, collect
@@ -149,3 +150,62 @@ def test_a_manager_that_stands_still_is_started_again(monkeypatch, caplog):
 
     asyncio.run(run())
     assert "has not answered for 0.01 s: it is started again" in caplog.text
+
+
+def test_who_waits_for_a_replica_that_a_new_manager_does_not_come_to_know_waits_no_longer(monkeypatch):
+    async def run() -> None:
+        manager = Manager()
+        manager.known = {ReplicaId("e")}
+        requests = OpenRequests(manager, 1.0)
+
+        async def stream(go: asyncio.Event):
+            await go.wait()
+            yield 1
+
+        requests.watch()
+        go = asyncio.Event()
+        with requests.served_by(ReplicaId("d")) as unknown, requests.served_by(ReplicaId("e")) as known:
+            waits = asyncio.create_task(known.next(known.over(stream(go))))
+            with pytest.raises(Lost, match="the KV manager has not heard of it for"):
+                await unknown.next(unknown.over(stream(go)))
+            go.set()
+            assert await waits == 1
+
+    monkeypatch.setattr(open_requests, "CONFIRM_S", 0.0)
+    asyncio.run(run())
+
+
+def test_a_manager_is_not_blamed_for_what_held_us_up(monkeypatch):
+    async def run() -> None:
+        manager, answered = Manager(), asyncio.Event()
+
+        async def confirm(ids):
+            await answered.wait()
+            return Confirmed()
+
+        manager.confirm.remote = confirm
+        monkeypatch.setattr(open_requests.ray, "kill", lambda *_, **__: pytest.fail("it was killed"))
+        requests = OpenRequests(manager, 0.01)
+        requests.watch()
+        await asyncio.sleep(0)
+        time.sleep(0.05)  # as when the process is stopped
+        await asyncio.sleep(0.02)
+        answered.set()
+        while requests._call is None or not requests._call.done():
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(open_requests, "LATE_S", 0.02)
+    asyncio.run(run())
+
+
+def test_confirming_goes_on_whatever_happens(monkeypatch, caplog):
+    async def run() -> None:
+        manager = Manager()
+        monkeypatch.setattr(OpenRequests, "_end_lost", lambda *_: 1 / 0)
+        OpenRequests(manager, 10.0).watch()
+        while len(manager.confirmed) < 3:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(open_requests, "CONFIRM_S", 0.0)
+    asyncio.run(run())
+    assert "requests were not confirmed, going on" in caplog.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bifolio.cluster.watch import Watch, streams
+from bifolio.cluster.watch import Open, Watch, streams
 
 WANTED = {"prefill": 1, "decode": 2}
 
@@ -49,3 +49,25 @@ def test_streams_are_those_under_way_and_those_that_wait() -> None:
     here["replicas"][0]["active"] = 7  # prefills of the same requests
     here["replicas"][1].update(active=2, offered=1)
     assert streams(here) == 8
+
+
+def test_a_manager_that_has_just_begun_is_not_believed_that_no_stream_is_open() -> None:
+    busy = snapshot(*ALL, waiting=3, epoch=1)
+    opened = Open()
+    for look, count in (
+        (busy, 3),
+        (snapshot(epoch=2), 3),  # nobody has registered yet
+        (snapshot(*ALL, waiting=1, epoch=2), 1),
+        (snapshot(*ALL, epoch=2), 1),  # it may be between two attempts
+        (snapshot(*ALL, epoch=2), 0),
+    ):
+        opened.look(look)
+        assert opened.count == count
+
+
+def test_with_no_stream_open_two_looks_are_enough() -> None:
+    opened = Open()
+    opened.look(snapshot(*ALL, epoch=1))
+    assert opened.count == -1
+    opened.look(snapshot(*ALL[:1], epoch=1))  # replicas that leave meanwhile are no new manager
+    assert opened.count == 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from ledger_kit import CONFIG, Side, ask, info, placed
 
 from bifolio.kv_manager.ledger import Ledger
 from bifolio.kv_manager.losses import KEPT_S
 from bifolio.kv_manager.snapshot import snapshot
-from bifolio.protos.errors import InvalidRequest
+from bifolio.protos.errors import InvalidRequest, Revoked
 from bifolio.protos.messages import ReplicaId
 
 
@@ -61,3 +63,29 @@ def test_a_replica_is_asked_to_leave_and_gets_nothing_new(ledger: Ledger, decode
     assert ledger.heartbeat(decode.tags.report(3), 3).leave
     with pytest.raises(InvalidRequest, match=rf"no replica q; there are: {decode.info.id} \(decode\)"):
         ledger.drain(ReplicaId("q"))
+
+
+def test_one_that_is_asked_to_leave_is_asked_again_when_it_registers_again(ledger: Ledger, decode: Side) -> None:
+    ledger.drain(decode.info.id)
+    ledger.report_state(decode.info.id, "dead", 1)
+    decode.register(2)
+    assert ledger.heartbeat(decode.tags.report(3), 3).leave
+
+
+def test_of_one_that_a_peer_cannot_reach_nobody_else_hears(ledger: Ledger, decode: Side) -> None:
+    assert ledger.confirm((), 0).known == {decode.info.id}
+    ledger.report_state(decode.info.id, "unreachable", 1)
+    confirmed = ledger.confirm((), 2)
+    assert (confirmed.lost, confirmed.known) == ({}, frozenset())
+
+
+def test_of_two_requests_with_one_id_the_later_one_has_it(ledger: Ledger, decode: Side) -> None:
+    """They came to two ingresses, which do not know each other's; one must not take the other's blocks for ever."""
+    earlier, later = replace(ask("a"), arrival=1.0), replace(ask("a"), arrival=2.0)
+    placed(ledger, earlier)
+    placed(ledger, later)
+    with pytest.raises(Revoked, match="a later one, at another ingress, has the same id"):
+        ledger.check(replace(earlier, cause="revoked"), 1)
+    assert ledger.admit(replace(later, cause="stale"), 1)
+    ledger.expire(1 + CONFIG.confirm_s)  # nobody has confirmed it since: it has ended
+    ledger.check(replace(earlier, cause="revoked"), 1 + CONFIG.confirm_s)

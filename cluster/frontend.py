@@ -158,7 +158,7 @@ class Frontend:
     def _ended(self, name: str, message: str, replica: str | None) -> Ended:
         """Why a decode stream ended early, in its own words. A prefill replica that is gone is reported."""
         if name == ReplicaGone.__name__ and replica is not None:
-            self._manager.report_state.remote(replica, "dead")
+            self._manager.report_state.remote(replica, "unreachable")
         return Ended(name, message, replica)
 
     def _lost(self, replica: ReplicaId, error: Exception) -> Ended:

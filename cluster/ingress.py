@@ -219,7 +219,8 @@ class Ingress:
 
     def _no_manager(self, error: BaseException) -> Unavailable:
         why = f"it is being started again: {error}" if isinstance(error, RayActorError) else "try again in some seconds"
-        return Unavailable(f"the KV manager has not answered for {self._silent_s():.1f} s; {why}")
+        silent = f"its last answer was {self._silent_s():.1f} s ago"
+        return Unavailable(f"the KV manager did not answer within {MANAGER_S:g} s, {silent}; {why}")
 
     # gRPC: Serve calls the methods of bifolio.v1.Inference by name
 

@@ -193,7 +193,8 @@ def _let_end(config: ClusterConfig, place: Path, say: Say) -> None:
             opened.look(snapshot)
             left = opened.count
         if said < 0 < left:
-            say(f"stopping: {left} streams may end, up to {config.pools.drain_s:.0f} s; again to stop at once")
+            what = "stream" if left == 1 else "streams"
+            say(f"stopping: {left} {what} may end, up to {config.pools.drain_s:.0f} s; again to stop at once")
             said = left
         elif 0 < left != said and now - told > TELL_S:
             say(f"stopping: {left} left")

@@ -145,7 +145,7 @@ class Ledger:
     def confirm(self, requests: Iterable[RequestId], now: float) -> Confirmed:
         """These are open at an ingress; the names of their choices are not needed."""
         self._confirmed.update((family(request), now) for request in requests)
-        lost = {replica: loss.why for replica, loss in self.losses.all().items()}
+        lost = {replica: loss.why for replica, loss in self.losses.all().items() if loss.told}
         return Confirmed(self.geometries(), lost, frozenset(self._books))
 
     def release(self, release: Release) -> None:
@@ -211,6 +211,8 @@ class Ledger:
             return
         if state == "dead":
             self.losses.add(replica, book.info.role, "a peer found it dead", now)
+        elif state == "unreachable":
+            self.losses.add(replica, book.info.role, "a peer could not reach it", now, told=False)
         self._forget(replica)
 
     def expire(self, now: float) -> list[str]:

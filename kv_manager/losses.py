@@ -17,14 +17,15 @@ class Loss:
     role: Role
     why: str
     at: float
+    told: bool  # to those whom it serves: it answers nobody
 
 
 class Losses:
     def __init__(self) -> None:
         self._losses: dict[ReplicaId, Loss] = {}
 
-    def add(self, replica: ReplicaId, role: Role, why: str, now: float) -> None:
-        self._losses[replica] = Loss(role, why, now)
+    def add(self, replica: ReplicaId, role: Role, why: str, now: float, *, told: bool = True) -> None:
+        self._losses[replica] = Loss(role, why, now, told)
 
     def is_back(self, replica: ReplicaId) -> None:
         self._losses.pop(replica, None)

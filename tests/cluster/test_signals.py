@@ -127,7 +127,7 @@ def test_the_logs_say_which_kernels_compute_and_a_second_signal_does_not_wait_fo
         with open_stream(serving.cluster, prompt=[5] * 8, max_tokens=110, ignore_eos=True, stream=True) as stream:
             read_events(stream, 1)
             serving.cluster.process.send_signal(signal.SIGINT)
-            serving.until("stopping: 1 streams may end, up to 60 s; again to stop at once")
+            serving.until("stopping: 1 stream may end, up to 60 s; again to stop at once")
             time.sleep(TOGETHER_S + LOOK_S)  # what comes earlier is taken for the first
             serving.stop(signal.SIGINT)
             with contextlib.suppress(ConnectionError):

@@ -77,7 +77,7 @@ def test_a_lost_decode_replica_is_reported_and_avoided(error, state):
 def test_a_prefill_replica_that_is_gone_is_reported():
     manager = Manager()
     collect(manager, Decode([Delta(resumable=("ReplicaGone", "UNAVAILABLE", "p#1"))], [Delta((9,), "stop")]))
-    assert manager.calls == [("report_state", "p#1", "dead")]
+    assert manager.calls == [("report_state", "p#1", "unreachable")]
 
 
 def test_to_be_preempted_is_no_failure():

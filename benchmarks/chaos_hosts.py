@@ -34,7 +34,7 @@ sys.path.append(os.path.dirname(__file__))
 import chaos_show
 import measure
 import yaml
-from chaos import configuration, glassllm
+from chaos import configuration, glassllm, say
 from chaos_check import Result, judge
 from chaos_faults import Fault, Hit, Planned, Scene
 from chaos_load import Load, questions
@@ -270,7 +270,7 @@ def deployed(hosts: Hosts, config: dict[str, Any], ports: tuple[int, int], outpu
 async def strike(target: HostsTarget, faults: Sequence[Planned], load: Load) -> Result:
     async with asyncio.TaskGroup() as group:  # if hosts cannot be tended, there is no run
         tending = group.create_task(target.tend())
-        result = await run(target, faults, load, show=_say, whole_s=WHOLE_S, at_once=1)
+        result = await run(target, faults, load, show=say, whole_s=WHOLE_S, at_once=1)
         tending.cancel()
     return result
 
@@ -287,7 +287,7 @@ def main() -> int:
         count = len(args.only or catalogue(links=links)) if args.faults is None else args.faults
         faults = plan(args.seed, count, links=links, only=args.only)
         for number, planned in enumerate(faults, 1):
-            _say(f"{number:4}  after {planned.after:5.2f} s  {planned.fault}")
+            say(f"{number:4}  after {planned.after:5.2f} s  {planned.fault}")
         result = everything(args, faults)
     except ValueError as error:
         print(f"chaos_hosts.py: {error}", file=sys.stderr)
@@ -326,10 +326,6 @@ def everything(args: argparse.Namespace, faults: Sequence[Planned]) -> Result:
             return await strike(target, faults, Load(target, questions(book, args.seed), args.lanes, seed=args.seed))
 
         return asyncio.run(all_of_it())
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from bifolio.cluster.gcs import command_of
 from bifolio.cluster.reaper import MARK, marked
 
 STATUS_S = 5.0  # for an answer to a question about its state
@@ -166,7 +167,5 @@ def _mark_of(pid: int) -> str | None:
 
 def _command_of(pid: int) -> bytes:
     """What a process calls itself; a path is cut down to its last part. Empty once it has ended."""
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-        return command if command.startswith(b"ray::") else os.path.basename(command)
-    return b""
+    command = command_of(pid)[0]
+    return command if command.startswith(b"ray::") else os.path.basename(command)

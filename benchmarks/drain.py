@@ -35,8 +35,9 @@ import measure
 from chaos_target import Local, is_there
 from rich.table import Table
 from streams import Ask, Doors, Stream, prompt, wrong
-from streams_target import NotReached, command_of, environment_of, kill, settled, target_of, written
+from streams_target import NotReached, environment_of, kill, settled, target_of, written
 
+from bifolio.cluster.gcs import command_of
 from bifolio.cluster.reaper import MARK, marked
 from bifolio.cluster.spawn import SpawnedCluster, spawned
 
@@ -113,9 +114,9 @@ class Driver:
         ports = {"http": {"port": cluster.http_port}, "grpc": {"port": cluster.grpc_port}}
         self.tree: Tree = {**tree, **ports}
         mark = environment_of(target.processes("manager")[0])[MARK]
-        raylet = next(pid for pid in marked(mark) if b"/raylet\0" in command_of(pid))
+        raylet = next(pid for pid in marked(mark) if command_of(pid)[0].endswith(b"/raylet"))
         self._environment = environment_of(raylet)
-        (self._address,) = {p[len(GCS) :] for p in command_of(raylet).split(b"\0") if p.startswith(GCS)}
+        (self._address,) = {p[len(GCS) :] for p in command_of(raylet) if p.startswith(GCS)}
 
     async def deploy(self, tree: Tree) -> None:
         """Returns when the application runs as it should. Raises NotReached."""

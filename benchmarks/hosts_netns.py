@@ -26,6 +26,7 @@ from pathlib import Path
 
 from hosts import QUICK_DEATH, STORE, Labels, NoHosts, kill_all, new_name, pids_of, remove_left_over, tool, undertaker
 
+from bifolio.cluster.gcs import command_of
 from bifolio.cluster.local import environment
 
 START_S = 120.0  # until a Ray node that does not come up is given up
@@ -189,12 +190,12 @@ class NetnsHosts:
     def restart_gcs(self, away_s: float) -> None:
         """The head's GCS is killed, and comes back so much later with what it had stored."""
         (pid,) = (pid for pid in self.pids(self.head) if _name_of(pid) == "gcs_server")
-        argv = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        argv = command_of(pid)
         entries = Path(f"/proc/{pid}/environ").read_bytes().rstrip(b"\0").split(b"\0")
         variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
         where, head = os.readlink(f"/proc/{pid}/cwd"), self._commands[self.head]
         for each in (head.pid, *_children(head.pid)):
-            if _name_of(each) not in ("gcs_server", "raylet") and b"--block" in _argv(each):
+            if _name_of(each) not in ("gcs_server", "raylet") and b"--block" in command_of(each):
                 os.kill(each, signal.SIGSTOP)  # `ray start --block` would end the node with its GCS
         os.kill(pid, signal.SIGKILL)
         time.sleep(away_s)
@@ -249,14 +250,8 @@ def _tbf(rate: str) -> tuple[str, ...]:
     return "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms"
 
 
-def _argv(pid: int) -> list[bytes]:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return []
-
-
 def _name_of(pid: int) -> str:
-    return os.path.basename(os.fsdecode((_argv(pid) or [b""])[0]))
+    return os.path.basename(os.fsdecode(command_of(pid)[0]))
 
 
 def _children(pid: int) -> list[int]:

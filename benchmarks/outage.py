@@ -37,9 +37,9 @@ from chaos_target import Local
 from load_percentiles import percentile
 from rich.table import Table
 from streams import Ask, Doors, Stream, fresh, leave_all, pauses, prompt
-from streams_target import command_of, environment_of, kill, settled, target_of, written
+from streams_target import environment_of, kill, settled, target_of, written
 
-from bifolio.cluster.gcs import PROCESS
+from bifolio.cluster.gcs import PROCESS, command_of
 from bifolio.cluster.reaper import MARK, marked
 from bifolio.cluster.spawn import SpawnedCluster, spawned
 
@@ -75,7 +75,7 @@ class Away:
 
     def gcs(self) -> AbstractAsyncContextManager[None]:
         mark = environment_of(self._target.processes("manager")[0])[MARK]
-        return self._killed(lambda: [pid for pid in marked(mark) if command_of(pid).split(b"\0")[0].endswith(PROCESS)])
+        return self._killed(lambda: [pid for pid in marked(mark) if command_of(pid)[0].endswith(PROCESS)])
 
     @asynccontextmanager
     async def _killed(self, which: Callable[[], list[int]]) -> AsyncIterator[None]:

@@ -7,6 +7,7 @@ of what is measured.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import json
@@ -86,7 +87,7 @@ class Chunk(NamedTuple):
     tokens: int  # over HTTP an event counts as one, though it may bring several, unless they are `counted`
 
 
-class Stream:
+class Stream(abc.ABC):
     """One answer, read by a task. What goes wrong becomes its `error`."""
 
     def __init__(self, ask: Ask) -> None:
@@ -135,12 +136,13 @@ class Stream:
             raise RuntimeError(f"a stream broke after {self.tokens} tokens: {self.error}")
         return self
 
+    @abc.abstractmethod
     def leave(self, *, reset: bool = False) -> None:
         """As a client does that wants no more."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     async def _read(self) -> None:
-        raise NotImplementedError
+        """Takes all that comes, until it ends."""
 
     async def _kept(self) -> None:
         try:

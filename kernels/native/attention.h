@@ -121,7 +121,7 @@ static inline void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 
 // R queries' scores of one span's keys.
 template <class T, int R, bool Whole>
-static inline void score(const T *q, int64_t width, const Span<T> &s, const char *ahead, Floats scale,
+static inline void score(const Operand<T> *q, int64_t width, const Span<T> &s, const char *ahead, Floats scale,
                          float (*scores)[kTile + kLanes]) {
   constexpr int w = kWord<T>;
   Floats even[R] = {}, odd[R] = {};
@@ -133,28 +133,24 @@ static inline void score(const T *q, int64_t width, const Span<T> &s, const char
   };
   for (; g + 1 < groups; g += 2) {
     Words w0 = words(g), w1 = words(g + 1);
-    for (int r = 0; r < R; r++) even[r] = dot(even[r], w0, q + r * width + g * w);
-    for (int r = 0; r < R; r++) odd[r] = dot(odd[r], w1, q + r * width + (g + 1) * w);
+    dots<T>(even, w0, q + g * w, width);
+    dots<T>(odd, w1, q + (g + 1) * w, width);
   }
-  if (g < groups) {
-    Words w0 = words(g);
-    for (int r = 0; r < R; r++) even[r] = dot(even[r], w0, q + r * width + g * w);
-  }
+  if (g < groups) dots<T>(even, words(g), q + g * w, width);
   for (int r = 0; r < R; r++) store(scores[r] + s.position, (even[r] + odd[r]) * scale);
 }
 
 // R queries' weighted values of one span, J vectors of dims from `column` on, added to acc.
 template <class T, int R, int J>
-static inline void mix(const Span<T> &s, const char *ahead, const T (*weights)[kTile + kLanes], int64_t head_dim,
-                       int64_t column, int lanes, Floats (&acc)[R][J]) {
+static inline void mix(const Span<T> &s, const char *ahead, const Operand<T> (*weights)[kTile + kLanes],
+                       int64_t head_dim, int64_t column, int lanes, Floats (&acc)[J][R]) {
   constexpr int w = kWord<T>;
   auto add = [&](int i, const T *from, uint32_t used) {
     Words v[J];
     for (int j = 0; j < J; j++) v[j] = lanes < kLanes ? load_words(from, lanes) : load_words(from + j * kLanes * w);
     if (used != ~0u)
       for (int j = 0; j < J; j++) v[j] = v[j] & used;
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < J; j++) acc[r][j] = dot(acc[r][j], v[j], weights[r] + s.position + i);
+    for (int j = 0; j < J; j++) dots<T>(acc[j], v[j], weights[0] + s.position + i, kTile + kLanes);
   };
   const T *from = s.values + column * w;
   int i = 0;
@@ -172,7 +168,7 @@ static inline void mix(const Span<T> &s, const char *ahead, const T (*weights)[k
 // R queries of one KV head on their way over the keys.
 template <class T, int R>
 struct Queries {
-  alignas(64) T q[R * kMostHeadDim];
+  alignas(64) Operand<T> q[R * kMostHeadDim];
   alignas(64) float out[R][kMostHeadDim];
   alignas(64) float top[kLanes], total[kLanes];  // a lane is a query
   int64_t from[R], to[R];  // the keys a query sees
@@ -181,7 +177,7 @@ struct Queries {
 // The weights of a tile's keys first .. last - 1, from their scores; fade: what the sums so far are worth beside them.
 template <class T, int R>
 static void weigh(int64_t tile, int first, int last, Ahead &ahead, Queries<T, R> &x, float (*scores)[kTile + kLanes],
-                  T (*weights)[kTile + kLanes], float *fade) {
+                  Operand<T> (*weights)[kTile + kLanes], float *fade) {
   alignas(64) float top[kLanes] = {}, base[kLanes] = {}, sums[kLanes] = {};
   auto for_keys = [&](int lines, auto f) {  // fetches so many for each vector of keys
     const char *line = ahead.take((last - first + kLanes - 1) / kLanes * lines, scores);
@@ -205,7 +201,7 @@ static void weigh(int64_t tile, int first, int last, Ahead &ahead, Queries<T, R>
     Floats part = {};
     for_keys(2, [&](int i) {
       Floats e = exp2(load(scores[r] + i) - all(base[r]));
-      store(weights[r] + i, e), part = part + e;
+      store_operands<T>(weights[r] + i, e), part = part + e;
     });
     sums[r] = sum(part);
   }
@@ -218,7 +214,7 @@ template <class T, int R>
 static void attend_tile(const Keys<T> &k, int64_t head, int64_t tile, Ahead &ahead, Queries<T, R> &x) {
   constexpr int w = kWord<T>, J = std::clamp(kRegisters / R, 1, 4);
   alignas(64) float scores[R][kTile + kLanes], fade[kLanes];
-  alignas(64) T weights[R][kTile + kLanes];
+  alignas(64) Operand<T> weights[R][kTile + kLanes];
   int64_t d = k.a.cache.head_dim, width = (d + w - 1) / w * w;
   int64_t low = std::max(k.begin, tile), high = std::min<int64_t>(k.end, tile + kTile);
   if (k.tile_keys) pack_tile(k, head, tile, low, high);
@@ -231,15 +227,15 @@ static void attend_tile(const Keys<T> &k, int64_t head, int64_t tile, Ahead &ahe
   weigh(tile, (int)((low - tile) / kLanes * kLanes), (int)(high - tile), ahead, x, scores, weights, fade);
 
   auto columns = [&](auto count, int64_t column, int lanes) {
-    Floats acc[R][count()];
+    Floats acc[count()][R];
     for (int r = 0; r < R; r++)
-      for (int j = 0; j < count(); j++) acc[r][j] = load(x.out[r] + column + j * kLanes) * all(fade[r]);
+      for (int j = 0; j < count(); j++) acc[j][r] = load(x.out[r] + column + j * kLanes) * all(fade[r]);
     for_spans(k, head, tile, low, high, [&](const Span<T> &s) {
       const char *line = ahead.take(s.count / w * count(), s.values + column * w);
       mix<T, R, count()>(s, line, weights, d, column, lanes, acc);
     });
     for (int r = 0; r < R; r++)
-      for (int j = 0; j < count(); j++) store(x.out[r] + column + j * kLanes, acc[r][j]);
+      for (int j = 0; j < count(); j++) store(x.out[r] + column + j * kLanes, acc[j][r]);
   };
   int64_t column = 0;
   for (; column + J * kLanes <= d; column += J * kLanes) columns(std::integral_constant<int, J>{}, column, kLanes);
@@ -268,8 +264,7 @@ static void attend(const Attention &a, const Piece &p, const Piece *next) {
   for (int64_t h = 0; h < p.heads; h++) {
     store(x[h].top, all(-INFINITY)), store(x[h].total, Floats{});
     for (int r = 0; r < R; r++) {
-      memcpy(x[h].q + r * width, place(a.q, h, r), d * sizeof(T));
-      std::fill(x[h].q + r * width + d, x[h].q + r * width + width, T{});
+      to_operands(place(a.q, h, r), d, width, x[h].q + r * width);
       std::fill_n(x[h].out[r], kMostHeadDim, 0.f);
       int64_t position = keys - rows + (p.first + r) / group;
       x[h].to[r] = a.causal ? std::max<int64_t>(0, position + 1) : keys;

@@ -4,7 +4,7 @@
 //     plain:                  K [P][D]                                 V [P][D]
 #pragma once
 
-#include "lanes.h"
+#include "words.h"
 
 namespace bifolio {
 

@@ -1,9 +1,6 @@
 // Sixteen float lanes, whatever the CPU: one register with AVX-512, two with AVX2, four elsewhere. All kernels are
 // written in these, so their float32 results have the same bits on every CPU: lane by lane, in one order, every
 // multiply-add fused (in software where the CPU has none).
-//
-// `dot` is what the kernels live on. Weights and caches are packed so that one 32-bit lane holds kWord<T> numbers of one
-// output: acc[lane] += sum over i of words[lane][i] * group[i]. Its bfloat16 rounding is the CPU's own.
 #pragma once
 
 #include <cmath>
@@ -198,77 +195,6 @@ static inline void store_some(T *to, const Floats &x, int n) {
   T some[kLanes];
   store(some, x);
   memcpy(to, some, n * sizeof(T));
-}
-
-template <class T>
-constexpr int kWord = 4 / sizeof(T);  // numbers in one 32-bit lane
-
-// Sixteen packed words of weights or cache.
-struct Words {
-  WordPart part[kParts];
-};
-static inline Words load_words(const void *from) {
-  Words r;
-  EACH(memcpy(&r.part[i], (const char *)from + i * kPart, kPart))
-  return r;
-}
-static inline Words load_words(const void *from, int n) {
-  if (n >= kLanes) return load_words(from);
-  Words r = {};
-  memcpy(&r, from, n * 4);
-  return r;
-}
-static inline Words operator&(Words x, uint32_t mask) {
-  EACH(x.part[i] &= mask)
-  return x;
-}
-template <class T>
-static inline uint32_t word_at(const T *group) {
-  uint32_t r;
-  memcpy(&r, group, 4);
-  return r;
-}
-
-static inline Floats dot(const Floats &acc, const Words &words, const float *group) {
-  Floats w;
-  EACH(w.part[i] = (FloatPart)words.part[i])
-  return fma(w, all(*group), acc);
-}
-static inline Floats dot(Floats acc, const Words &words, const bf16 *group) {
-#if defined(__AVX512BF16__)
-  auto x = (__m512bh)_mm512_set1_epi32((int)word_at(group));
-  acc.part[0] = (FloatPart)_mm512_dpbf16_ps((__m512)acc.part[0], (__m512bh)words.part[0], x);
-  return acc;
-#else
-  Floats low, high;
-  EACH(low.part[i] = (FloatPart)(words.part[i] << 16))
-  EACH(high.part[i] = (FloatPart)(words.part[i] & 0xffff0000u))
-  return multiply_add(high, all(widen(group[1])), multiply_add(low, all(widen(group[0])), acc));
-#endif
-}
-// Unsigned weights times signed activations.
-static inline Ints dot(Ints acc, const Words &words, const int8_t *group) {
-#if defined(__AVX512BF16__)
-  auto x = _mm512_set1_epi32((int)word_at(group));
-  acc.part[0] = (IntPart)_mm512_dpbusd_epi32((__m512i)acc.part[0], (__m512i)words.part[0], x);
-#elif defined(__AVX2__)
-  // pairs of 16 bits: the CPU's product of unsigned with signed bytes would saturate
-  auto x = _mm256_set1_epi32((int)word_at(group));
-  auto even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
-  EACH({
-    auto w = (__m256i)words.part[i];
-    auto w_even = _mm256_and_si256(w, _mm256_set1_epi16(0xff)), w_odd = _mm256_srli_epi16(w, 8);
-    acc.part[i] += (IntPart)_mm256_add_epi32(_mm256_madd_epi16(w_even, even), _mm256_madd_epi16(w_odd, odd));
-  })
-#else
-  EACH(for (int b = 0; b < 4; b++) acc.part[i] += (IntPart)(words.part[i] >> (8 * b) & 0xffu) * (int32_t)group[b])
-#endif
-  return acc;
-}
-static inline Floats to_floats(const Ints &x, int32_t less) {
-  Floats r;
-  EACH(r.part[i] = __builtin_convertvector(x.part[i] - less, FloatPart))
-  return r;
 }
 
 // 2^x to a unit or two in the last place; 0 below -126, 2^127 above 127, NaN of NaN. The polynomial is that of Cephes

@@ -6,7 +6,7 @@ oracle of every other backend, and what runs where none does.
 """
 
 from .backend import Backend, runs_triton, use, using
-from .layer import LayerWeights, Step, decoder_layer
+from .layer import DecoderLayers, LayerWeights, Step, decoder_layer, decoder_layers
 from .layout import Layout, kv_layout
 from .linear import LinearWeights, Quantization, linear, pack_linear
 from .ops import paged_attention, rms_norm, rope_and_write, sample, silu_mul
@@ -18,6 +18,7 @@ from .static_plan import StaticPlan
 __all__ = [
     "AttentionPlan",
     "Backend",
+    "DecoderLayers",
     "LayerWeights",
     "Layout",
     "LinearWeights",
@@ -25,6 +26,7 @@ __all__ = [
     "StaticPlan",
     "Step",
     "decoder_layer",
+    "decoder_layers",
     "kv_layout",
     "linear",
     "pack_linear",

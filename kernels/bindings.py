@@ -5,7 +5,8 @@ A call gives the GIL back while it computes, in as many threads as torch has.
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Array, Structure, byref, c_float, c_int32, c_int64, c_void_p, pointer
 from typing import Any
 
 import torch
@@ -108,9 +109,12 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (c_int32, *[POINTER(_Rows)] * 3, *[c_void_p] * 4, c_int64, POINTER(_Cache), POINTER(_Rows), c_int32),
     ),
     "paged_attention": (None, (c_int32, POINTER(_Attention), c_int32)),
-    "layer": (
+    "layers": (
         None,
-        (c_int32, POINTER(LayerStruct), POINTER(StepStruct), POINTER(_Cache), c_void_p, c_void_p, c_int32),
+        (
+            *(c_int32, c_int64, POINTER(LayerStruct), POINTER(POINTER(StepStruct)), POINTER(_Cache), c_int64),
+            *(c_void_p, c_void_p, c_int32),
+        ),
     ),
 }
 
@@ -225,16 +229,24 @@ class Native:
         )
         self._call("paged_attention", _bf(q), byref(attention), torch.get_num_threads())
 
-    def layer(
-        self, x: Tensor, residual: Tensor, weights: LayerStruct, step: StepStruct, kv: Tensor, layout: Layout
+    def layers(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weights: Array[LayerStruct],
+        steps: Sequence[StepStruct],
+        kv: Tensor,
+        layout: Layout,
     ) -> None:
-        """x and residual are MUTATED."""
+        """kv is [num_blocks, layers, 2, HK, P, D]. x and residual are MUTATED."""
         self._call(
-            "layer",
+            "layers",
             _bf(x),
-            byref(weights),
-            byref(step),
-            byref(_cache(kv, layout)),
+            len(weights),
+            weights,
+            (POINTER(StepStruct) * len(steps))(*(pointer(step) for step in steps)),
+            byref(_cache(kv[:, 0], layout)),
+            kv.stride(1),
             x.data_ptr(),
             residual.data_ptr(),
             torch.get_num_threads(),

@@ -1,10 +1,13 @@
 """A decoder layer of the Llama family over a paged cache: what a step does `layers` times, and nothing else.
 
-The torch version says in `ops.py`'s functions what happens; the native one is a single call.
+The torch version says in `ops.py`'s functions what happens; the native one is a single call, for all layers of a model:
+Python's part of thirty calls is as long as a tenth of a small model's step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import Array
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -118,34 +121,103 @@ class Step:
         return step_struct(self.cos, self.sin, self.positions, self.slots, self.plan)
 
 
+@dataclass(frozen=True, eq=False)
+class DecoderLayers:
+    """The layers of a model, at least one, in the order in which they are computed.
+
+    Raises ValueError where one differs from the first in its sizes or its dtype.
+    """
+
+    layers: tuple[LayerWeights, ...]
+
+    def __post_init__(self) -> None:
+        for i, layer in enumerate(self.layers):
+            if _sizes(layer) != (first := _sizes(self.layers[0])):
+                raise ValueError(f"layers: sizes {_sizes(layer)} in layer {i}; allowed are the first one's, {first}")
+
+    @cached_property
+    def native(self) -> Array[LayerStruct] | None:
+        structs = [layer.native for layer in self.layers]
+        return None if None in structs else (LayerStruct * len(structs))(*structs)
+
+
+def _sizes(layer: LayerWeights) -> tuple[object, ...]:
+    linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    return *((w.inputs, w.outputs) for w in linears), layer.qkv.dtype, layer.head_dim
+
+
 def decoder_layer(
     x: Tensor, residual: Tensor, weights: LayerWeights, step: Step, kv: Tensor, *, layout: Layout = "plain"
 ) -> None:
-    """Attention and MLP, each after its norm. MUTATES all three tensors: residual grows by x and by the attention's
-    output, x becomes the MLP's, K and V of the rows go to the cache at the step's slots.
+    """`decoder_layers` of one layer, whose cache is kv [num_blocks, 2, HK, P, D]."""
+    decoder_layers(x, residual, DecoderLayers((weights,)), (step,), kv.unsqueeze(1), layout=layout)
+
+
+def decoder_layers(
+    x: Tensor,
+    residual: Tensor,
+    weights: DecoderLayers,
+    steps: Sequence[Step],
+    kv: Tensor,
+    *,
+    layout: Layout = "plain",
+) -> None:
+    """Attention and MLP, each after its norm, layer by layer. MUTATES all three tensors: residual grows by x and by
+    each layer's attention output, x becomes the last MLP's, K and V of the rows go to the cache at the steps' slots.
 
     x, residual  [T, hidden], contiguous, of the weights' dtype
-    kv           [num_blocks, 2, HK, P, D] of the same dtype, as in `paged_attention`; so is `layout`
+    steps        one for each layer; they may be one and the same
+    kv           [num_blocks, layers, 2, HK, P, D] of the same dtype, each layer as in `paged_attention`; so is `layout`
 
     Raises ValueError for a wrong shape, dtype or layout.
     """
-    rows, hidden = step.plan.tokens, weights.qkv.inputs
+    first, count = weights.layers[0], len(weights.layers)
+    if len(steps) != count:
+        raise ValueError(f"steps: {len(steps)} of them; allowed is one for each of the {count} layers")
+    _check(x, residual, first, steps, kv, count, layout)
+    if weights.native is not None and first.qkv.native is not None:
+        first.qkv.native[0].layers(x, residual, weights.native, [step.native for step in steps], kv, layout)
+        return
+    for i, (layer, step) in enumerate(zip(weights.layers, steps, strict=True)):
+        _compute(x, residual, layer, step, kv[:, i], layout)
+
+
+def _check(
+    x: Tensor,
+    residual: Tensor,
+    weights: LayerWeights,
+    steps: Sequence[Step],
+    kv: Tensor,
+    count: int,
+    layout: Layout,
+) -> None:
+    """That all is for such layers."""
+    for step in dict.fromkeys(steps):
+        for name, tensor in (("x", x), ("residual", residual)):
+            checks.shape(name, tensor, (step.plan.tokens, weights.qkv.inputs), "T, hidden")
     for name, tensor in (("x", x), ("residual", residual)):
-        checks.shape(name, tensor, (rows, hidden), "T, hidden")
         checks.dtype(name, tensor, (weights.qkv.dtype,))
         checks.contiguous(name, tensor)
-    checks.kv_layer(kv, weights.head_dim)
+    if kv.ndim != 6 or kv.shape[1] != count:
+        raise ValueError(
+            f"kv: shape {tuple(kv.shape)}; allowed is num_blocks, {count} layers, 2, kv_heads, block_size, D"
+        )
+    layer = kv[:, 0]
+    checks.kv_layer(layer, weights.head_dim)
     checks.dtype("kv", kv, (x.dtype,))
-    checks.layout(layout, kv)
-    heads, kv_heads = weights.o.inputs // weights.head_dim, kv.shape[2]
+    checks.layout(layout, layer)
+    heads, kv_heads = weights.o.inputs // weights.head_dim, layer.shape[2]
     if (heads + 2 * kv_heads) * weights.head_dim != weights.qkv.outputs:
         allowed = (weights.qkv.outputs // weights.head_dim - heads) // 2
         raise ValueError(f"kv: {kv_heads} KV heads; allowed is {allowed}, those of the layer's projection")
     checks.heads(heads, kv_heads)
-    step.check_places(len(kv), kv.shape[3], weights.head_dim)
-    if weights.native is not None and weights.qkv.native is not None:
-        weights.qkv.native[0].layer(x, residual, weights.native, step.native, kv, layout)
-        return
+    for step in dict.fromkeys(steps):
+        step.check_places(len(layer), layer.shape[3], weights.head_dim)
+
+
+def _compute(x: Tensor, residual: Tensor, weights: LayerWeights, step: Step, kv: Tensor, layout: Layout) -> None:
+    """One layer, operation by operation."""
+    rows, heads, kv_heads = step.plan.tokens, weights.o.inputs // weights.head_dim, kv.shape[2]
     exact = weights.qkv.exact
     normed, grown = rms_norm(x, residual, weights.attention_norm, weights.eps)
     states = linear(normed, weights.qkv).view(rows, heads + 2 * kv_heads, weights.head_dim)

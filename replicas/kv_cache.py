@@ -43,7 +43,7 @@ class KvCache:
         self.device = device
         shape = (blocks + 1, layers, 2, kv_heads, block_size, head_dim)
         tensor = torch.zeros(shape, dtype=dtype, device=device) if memory is None else memory.view(dtype).view(shape)
-        self._layers = tuple(tensor[:, i] for i in range(layers))
+        self.tensor: Tensor = tensor  # [blocks + 1, layers, 2, kv_heads, block_size, head_dim]
         self.bytes: Tensor = tensor.view(blocks + 1, -1).view(torch.uint8)  # the same memory [blocks + 1, block_bytes]
         self.block_bytes: int = self.bytes.shape[1]
 
@@ -54,4 +54,4 @@ class KvCache:
 
     def layer(self, index: int) -> Tensor:
         """View [blocks + 1, 2, kv_heads, block_size, head_dim] of one layer: K at [:, 0], V at [:, 1]."""
-        return self._layers[index]
+        return self.tensor[:, index]

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bifolio.kernels import (
+    DecoderLayers,
     LayerWeights,
     LinearWeights,
     Quantization,
     Step,
-    decoder_layer,
+    decoder_layers,
     linear,
     pack_linear,
     rms_norm,
@@ -51,7 +52,9 @@ class Llama:
         self._norm = weights.pop("model.norm.weight")
         output = self._embedding if config.tied else weights.pop("lm_head.weight")
         self._output = pack_linear(output, quantization=quantization, exact=exact)
-        self._layers = tuple(_take_layer(config, weights, i, quantization, exact) for i in range(config.layers))
+        self._layers = DecoderLayers(
+            tuple(_take_layer(config, weights, i, quantization, exact) for i in range(config.layers))
+        )
         frequencies, scale = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self._turning = _on(self.device, rope_tables(frequencies, config.max_positions, scale))
         self._still = _on(self.device, rope_tables(torch.zeros(config.head_dim // 2), 1))
@@ -74,9 +77,8 @@ class Llama:
         residual = torch.zeros_like(x)
         turning = Step(*self._turning, batch.positions, batch.slots, batch.plan)
         still = Step(*self._still, torch.zeros_like(batch.positions), batch.slots, batch.plan) if c.unrotated else None
-        for i, layer in enumerate(self._layers):
-            step = still if still and i in c.unrotated else turning
-            decoder_layer(x, residual, layer, step, cache.layer(i), layout=cache.layout)
+        steps = [still if still and i in c.unrotated else turning for i in range(c.layers)]
+        decoder_layers(x, residual, self._layers, steps, cache.tensor, layout=cache.layout)
         return rms_norm(x, residual, self._norm, c.eps)[0]
 
     @torch.inference_mode()
@@ -87,7 +89,7 @@ class Llama:
     @property
     def linears(self) -> tuple[LinearWeights, ...]:
         """One of each shape there is: all layers have the same."""
-        layer = self._layers[0]
+        layer = self._layers.layers[0]
         return layer.qkv, layer.o, layer.gate_up, layer.down, self._output
 
 

@@ -67,8 +67,17 @@ EXPORT void bifolio_paged_attention(int32_t bf, const Attention *a, int32_t thre
   else paged_attention<float>(*a, threads);
 }
 
-EXPORT void bifolio_layer(int32_t bf, const Layer *l, const Step *s, const Cache *cache, void *x, void *residual,
-                          int32_t threads) {
-  if (bf) layer(*l, *s, *cache, (bf16 *)x, (bf16 *)residual, threads);
-  else layer(*l, *s, *cache, (float *)x, (float *)residual, threads);
+// `count` layers, one after the other, each with its step; the cache is the first one's, the next ones' each
+// `layer_stride` elements on.
+EXPORT void bifolio_layers(int32_t bf, int64_t count, const Layer *layers, const Step *const *steps, const Cache *cache,
+                           int64_t layer_stride, void *x, void *residual, int32_t threads) {
+  auto all = [&](auto *x, auto *residual) {
+    Cache here = *cache;
+    for (int64_t i = 0; i < count; i++) {
+      here.data = static_cast<decltype(x)>(cache->data) + i * layer_stride;
+      layer(layers[i], *steps[i], here, x, residual, threads);
+    }
+  };
+  if (bf) all((bf16 *)x, (bf16 *)residual);
+  else all((float *)x, (float *)residual);
 }

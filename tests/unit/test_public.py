@@ -20,6 +20,7 @@ def test_kernels():
             *("exact", "layout"),
         ],
         "decoder_layer": ["x", "residual", "weights", "step", "kv", "layout"],
+        "decoder_layers": ["x", "residual", "weights", "steps", "kv", "layout"],
         "kv_layout": ["dtype", "head_dim", "block_size", "device_type"],
         "linear": ["x", "weights", "out_dtype"],
         "pack_linear": ["weight", "bias", "quantization", "exact"],
@@ -35,7 +36,17 @@ def test_kernels():
         "using": ["backend"],
     }
     assert sorted(set(bifolio.kernels.__all__) - signatures.keys()) == [
-        *("AttentionPlan", "Backend", "LayerWeights", "Layout", "LinearWeights", "Quantization", "StaticPlan", "Step"),
+        *(
+            "AttentionPlan",
+            "Backend",
+            "DecoderLayers",
+            "LayerWeights",
+            "Layout",
+            "LinearWeights",
+            "Quantization",
+            "StaticPlan",
+            "Step",
+        ),
     ]
 
 

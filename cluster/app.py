@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def build(config: ClusterConfig, model: Path, listen: Listen = "loopback") -> An
     }
 
     specs = {
-        role: replica_spec(config, model, (MANAGER, APPLICATION), used.num_gpus or 1.0, listen)
+        role: replica_spec(config, model, (MANAGER, APPLICATION), used.num_gpus or 1.0, listen, cores(config, role))
         for role, used in config.pools.used.items()
     }
 
@@ -93,7 +94,7 @@ def actor_options(config: ClusterConfig, role: str) -> dict[str, Any]:
     pool = config.pools.used[role]
     options: dict[str, Any] = {
         "num_cpus": 0,  # small machines: the operating system shares the cores
-        "runtime_env": {"env_vars": replica_environment(config)},
+        "runtime_env": {"env_vars": replica_environment(config, cores(config, role))},
     }
     if config.engine.device == "cuda":
         assert pool.num_gpus is not None, "the configuration is decided"
@@ -111,25 +112,41 @@ def replica_spec(
     manager: tuple[str, str],
     num_gpus: float = 1.0,
     listen: Listen = "loopback",
+    cores: int = 0,
 ) -> ReplicaSpec:
-    """What a replica is told; `num_gpus` is its share of a GPU, where it has one. Imports torch."""
+    """What a replica is told; `num_gpus` is its share of a GPU, where it has one, `cores` how many of its host's it
+    computes on alone. Imports torch."""
     from bifolio.replicas.core import ReplicaSpec
 
     assert config.model.dtype is not None, "the configuration is resolved"
+    engine = config.engine.model_copy(update={"threads": cores}) if cores else config.engine
     return ReplicaSpec(
-        model, config.model.dtype, config.model.quantization, config.engine, config.kv, manager, num_gpus, listen
+        model, config.model.dtype, config.model.quantization, engine, config.kv, manager, num_gpus, listen, cores
     )
 
 
-def replica_environment(config: ClusterConfig) -> dict[str, str]:
+def cores(config: ClusterConfig, role: str) -> int:
+    """How many cores a replica of this pool computes on alone. Where nothing is said: as many as it has threads, if
+    this machine has so many for every replica; on several machines one that finds too few shares them."""
+    if config.engine.device == "cuda":
+        return 0
+    wanted = {name: pool.cpus_per_replica for name, pool in config.pools.used.items()}
+    own = wanted[role]
+    if own is not None:
+        return own
+    each = {name: config.engine.threads if count is None else count for name, count in wanted.items()}
+    total = sum(count * config.pools.wanted[name] for name, count in each.items())
+    return each[role] if total <= (os.cpu_count() or 1) else 0
+
+
+def replica_environment(config: ClusterConfig, cores: int = 0) -> dict[str, str]:
     """What a replica process needs before torch is loaded. By the CPU of this machine: all replicas are on it.
 
     Nothing for GPUs: torch's allocator stays as it is, because memory of expandable segments cannot be shared between
     processes. What `exact` needs is the CPU's alone, as `exact` is.
     """
-    threads = {"OMP_NUM_THREADS": str(config.engine.threads)}
     exact = {"MKL_CBWR": "AVX512,STRICT" if _has_avx512() else "AVX2,STRICT"} if config.engine.exact else {}
-    return MALLOC | threads | exact
+    return MALLOC | {"OMP_NUM_THREADS": str(cores or config.engine.threads)} | exact
 
 
 def _has_avx512() -> bool:

@@ -21,6 +21,7 @@ import ray
 
 from bifolio.protos.errors import BifolioError, InvalidRequest, Revoked
 from bifolio.protos.messages import Confirmed, Geometry, ReplicaId, RequestId
+from bifolio.replicas.cores import Cores
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class OpenRequests:
         self._served: dict[ReplicaId, set[Waiting]] = {}
         self._unknown: dict[ReplicaId, float] = {}  # of those, the manager's, since when: it may have begun just now
         self._geometries: tuple[Geometry, ...] = ()
+        self._cores = Cores()
         self._call: asyncio.Task[None] | None = None  # the confirmation under way, or the last one
         self._confirming: asyncio.Task[None] | None = None
         self._heard: float | None = None  # when the manager answered; None before the first call
@@ -157,6 +159,7 @@ class OpenRequests:
 
     async def _call_manager(self) -> None:
         began = time.monotonic()
+        self._cores.place_loops()
         try:
             async with asyncio.timeout(self._silence_s):
                 confirmed: Confirmed = await self._manager.confirm.remote(tuple(self._open))

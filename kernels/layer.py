@@ -137,8 +137,8 @@ class DecoderLayers:
 
     @cached_property
     def native(self) -> Array[LayerStruct] | None:
-        structs = [layer.native for layer in self.layers]
-        return None if None in structs else (LayerStruct * len(structs))(*structs)
+        structs = [struct for layer in self.layers if (struct := layer.native)]
+        return (LayerStruct * len(structs))(*structs) if len(structs) == len(self.layers) else None
 
 
 def _sizes(layer: LayerWeights) -> tuple[object, ...]:

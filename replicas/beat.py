@@ -137,6 +137,7 @@ class Beat:
             if time.monotonic() - began > LOOK_S + LATE_S:
                 continue  # the whole process was held up: what stood still may go on
             drill.point("loop")
+            self._core.cores.place_loops()
             before, self._stalled = self._stalled, {}
             if engine := self._core.stalled_s():
                 self._stalled["engine"] = engine

@@ -180,6 +180,13 @@ class PoolConfig(FrozenConfig):
         pattern=r"^\S+$",
         description="The kind of GPU a replica needs, as Ray names it (H200, A100, L4); null takes any.",
     )
+    cpus_per_replica: int | None = Field(
+        default=None,
+        ge=0,
+        le=256,
+        description="CPU cores on which a replica's engine computes alone, in as many threads; null: engine.threads of "
+        "them, where the machine has enough for all replicas; 0: none, it shares all cores.",
+    )
     labels: dict[str, str] = Field(
         default={},
         json_schema_extra={"x-allowed": "an object of label names and values, all of them texts (quote numbers)"},

@@ -27,6 +27,7 @@ from bifolio.protos.measures import Speeds
 from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role
 
 from .config import EngineConfig
+from .cores import Cores
 from .device import Device, open_device
 from .engine import Engine, EngineThread
 from .kv_memory import context_of
@@ -59,6 +60,7 @@ class ReplicaSpec:
     manager: tuple[str, str]  # name and namespace of the KV manager actor
     num_gpus: float = 1.0  # its share of a GPU, where it computes on one
     listen: Listen = "loopback"  # where its Prefill stream is, if it prefills
+    cores: int = 0  # of its host, that its engine computes on alone; 0: it shares all
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +150,23 @@ class Core:
         self.transfer = Average()  # seconds that a hand-over to this replica added to its prefill
         self.meter = TrafficMeter()
         self.secret = secrets.token_bytes(BYTES)  # who can sign with it has the KV manager's word
+        self.cores = Cores(role, spec.cores)
+        if spec.cores:
+            own = ", ".join(map(str, sorted(self.cores.own)))
+            logger.info("%s computes on core %s", replica, own or "any: too few are free for it alone")
         self._thread: EngineThread | None = None
         self.replica, self.role, self.kv, self._spec = replica, role, spec.kv, spec
         self.patience_s = max(spec.kv.stall_s, engine.stall_s)  # with a peer that says nothing: it may be in a step
 
     def start(self, deliver: Callable[[list[Event]], None]) -> None:
         """Compute from now on. The events of every step go to `deliver`, which is called in the engine's thread."""
-        self._thread = EngineThread(self._engine, deliver)
+        self._thread = EngineThread(self._engine, deliver, self.cores)
         self._thread.start()
 
     def stop(self) -> None:
         if self._thread is not None:
             self._thread.stop()
+        self.cores.release()
 
     def submit(self, command: Command) -> None:
         """From any thread."""

@@ -22,6 +22,7 @@ from bifolio.kv_manager import drill
 from bifolio.protos.messages import Generation, TokenLogprobs
 
 from .batch import Row
+from .cores import Cores
 from .penalties import SamplingState
 from .rates import Rate
 from .runner import Runner
@@ -177,9 +178,10 @@ def _row(chunk: Chunk) -> Row:
 class EngineThread(threading.Thread):
     """Runs an engine until `stop`; every step's events go to `deliver`, called in this thread."""
 
-    def __init__(self, engine: Engine, deliver: Callable[[list[Event]], None]) -> None:
+    def __init__(self, engine: Engine, deliver: Callable[[list[Event]], None], cores: Cores | None = None) -> None:
         super().__init__(name="engine", daemon=True)
         self._engine = engine
+        self._cores = cores
         self._deliver = deliver
         self._wake = threading.Event()
         self._stopping = False
@@ -205,6 +207,8 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         try:
+            if self._cores is not None:
+                self._cores.bind_engine()
             while not (self._stopping or self._engine.broken):
                 if self._engine.idle:
                     self._since = None

@@ -28,6 +28,7 @@ from bifolio.protos.messages import (
 )
 from bifolio.replicas import beat
 from bifolio.replicas.beat import Beat
+from bifolio.replicas.cores import Cores
 
 REPLICA = ReplicaId("d")
 INFO = ReplicaInfo(REPLICA, "decode", Geometry("m", 1, 1, 8, 4, "float32"), 8)
@@ -64,6 +65,7 @@ class Core:
         self.tags = BlockTags(REPLICA, 8)
         self.speeds = Speeds(123.0, 0.5)
         self.meter = TrafficMeter()
+        self.cores = Cores()
 
     def stalled_s(self) -> float:
         return self.stood

@@ -226,7 +226,8 @@ class Streams:
         due = 0.0
         while not all(choice.ended for choice in attempt.choices):
             events = [await attempt.events.get()]
-            await asyncio.sleep(due - time.monotonic())
+            if (left := due - time.monotonic()) > 0:
+                await asyncio.sleep(left)
             while not attempt.events.empty():
                 events.append(attempt.events.get_nowait())
             due = time.monotonic() + self._flush_s

@@ -5,8 +5,8 @@ much memory.
     python -P benchmarks/tokens.py [--streams 8] [--tokens 400] [--rounds 3] [--json FILE]
 
 A real `bifolio serve` with one prefill and one decode replica, and streams over HTTP. Twice: first every token is a
-message of its own (`engine.flush_s` 0), then some four are one, by a `flush_s` of three and a half of the gaps between
-tokens that were seen before. In turns nothing is asked for a while, and then tokens stream. What a token costs is CPU
+message of its own (`engine.flush_s` 0), then some four are one, by a `flush_s` of four of the gaps between tokens that
+were seen before. In turns nothing is asked for a while, and then tokens stream. What a token costs is CPU
 time of all threads of all processes, less what they use while nothing is asked, by the tokens that came meanwhile. Not
 in it are the engine's thread and the client. How many tokens a message had is counted, not believed.
 
@@ -24,11 +24,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 sys.path.append(os.path.dirname(__file__))
 import measure
@@ -39,7 +39,7 @@ from streams_target import target_of
 
 from bifolio.cluster.spawn import SpawnedCluster, spawned
 
-FOUR = 3.5  # gaps between tokens: the fourth token then ends the wait
+FOUR = 4.0  # gaps between tokens
 PROMPT = 10
 MOST_CPU = {1: 0.6e-3, 4: 0.15e-3}  # seconds, by tokens a message
 MOST_TTFT = 3.0  # prefills
@@ -110,10 +110,14 @@ async def measured(args: argparse.Namespace) -> tuple[list[Cost], First, Memory]
     return costs, first, memory
 
 
-def started(model: str, flush_s: float) -> Any:
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
-        file.write(f"engine: {{flush_s: {flush_s:.6f}}}\n")
-    return spawned([file.name, "--model", model, "--prefill", "1", "--decode", "1"], sys.stderr.buffer)
+@contextmanager
+def started(model: str, flush_s: float) -> Iterator[SpawnedCluster]:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "cluster.yaml"
+        file.write_text(f"engine: {{flush_s: {flush_s:.6f}}}\n", encoding="utf-8")
+        arguments = [str(file), "--model", model, "--prefill", "1", "--decode", "1"]
+        with spawned(arguments, sys.stderr.buffer) as cluster:
+            yield cluster
 
 
 async def cost_of(doors: Doors, args: argparse.Namespace, cost: Cost) -> None:

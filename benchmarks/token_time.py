@@ -48,10 +48,11 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--context", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of tokens.py; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=400, metavar="N", help="likewise; default: %(default)s")
     args = parser.parse_args()
     batch = str(args.streams)
     step = run("step.py", "--dtype", "bfloat16", "--batch", batch, "--context", str(args.context))
-    streamed = run("tokens.py", "--streams", batch, "--rounds", str(args.rounds))
+    streamed = run("tokens.py", "--streams", batch, "--rounds", str(args.rounds), "--tokens", str(args.tokens))
     rows = engine_rows(step["batches"][batch]["bfloat16"], args.streams)
     cost = streamed["costs"][0]
     rows += streaming_rows(cost["of"])

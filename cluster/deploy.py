@@ -11,10 +11,8 @@ wait until Ray's environment stands.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,8 +54,6 @@ def deploy(config: ClusterConfig, model: Path, redis: str, say: Say, listen: Lis
         config = on_devices(config, nodes)
         _check(config, model)
         say(describe(config, nodes))
-        # `build` needs what replicas import, which takes seconds: meanwhile other processes start
-        threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
         start(MANAGER, APPLICATION, config.kv, redis)
         serve.start(
             http_options={"host": config.http.host, "port": config.http.port},

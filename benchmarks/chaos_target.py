@@ -92,14 +92,14 @@ class Local(Target):
         super().__init__(http_port, grpc_port, prefill=prefill, decode=decode)
         self._each = {"ingress": ingress, "manager": 1, "redis": 1, "gcs": 1}
         self.drills = drills  # the directory that its BIFOLIO_DRILL names
-        self._mark = next(filter(None, map(_mark_of, _children(serve))))
+        self.mark = next(filter(None, map(_mark_of, _children(serve))))
 
     def processes(self, what: str) -> list[int]:
         """Of one kind in TITLES, by their ids; also those that are only starting."""
-        return sorted(pid for pid in marked(self._mark) if _command_of(pid).startswith(TITLES[what]))
+        return sorted(pid for pid in marked(self.mark) if _command_of(pid).startswith(TITLES[what]))
 
     async def whole(self, gone: Collection[int] = ()) -> bool:
-        commands = [_command_of(pid) for pid in marked(self._mark)]
+        commands = [_command_of(pid) for pid in marked(self.mark)]
         there = all(
             sum(command.startswith(TITLES[what]) for command in commands) == count for what, count in self._each.items()
         )

@@ -1,14 +1,15 @@
 """The bodies of answers: pieces in, bytes out, streamed or whole. Knows nothing about where pieces come from, or of how
-an endpoint words them."""
+an endpoint words them.
+
+The logprobs of a prompt take a moment to word, in which other streams go on: they are worded in a thread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
-from typing import TypeVar
 
 from starlette.responses import JSONResponse
 
@@ -20,8 +21,6 @@ from .words import Words
 
 logger = logging.getLogger(__name__)
 
-Worded = TypeVar("Worded")
-
 
 async def events(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGenerator[bytes, None]:
     """Server-sent events. An error before the first one is the caller's; later ones are an event of their own."""
@@ -29,7 +28,11 @@ async def events(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGene
     async with aclosing(pieces):
         try:
             async for piece in pieces:
-                for part in await _off_the_loop_if_long(piece, partial(_events_of, piece, words)):
+                if piece.prompt_logprobs:
+                    parts = await asyncio.to_thread(words.events, piece)
+                else:
+                    parts = words.events(piece)
+                for part in parts:
                     yield part
                     begun = True
         except BifolioError as error:
@@ -41,16 +44,11 @@ async def events(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGene
         yield DONE
 
 
-def _events_of(piece: Piece, words: Words) -> list[bytes]:
-    return [event(chunk) for chunk in words.chunks(piece)]
-
-
 async def whole(pieces: AsyncGenerator[Piece, None], words: Words) -> AsyncGenerator[bytes, None]:
     async with aclosing(pieces):
         taken = [piece async for piece in pieces]
-    yield await _off_the_loop_if_long(taken[0], lambda: bytes(JSONResponse(words.whole(taken)).body))
+    yield await asyncio.to_thread(_whole, taken, words) if taken[0].prompt_logprobs else _whole(taken, words)
 
 
-async def _off_the_loop_if_long(piece: Piece, word: Callable[[], Worded]) -> Worded:
-    """The logprobs of a prompt take a moment to word, in which other streams go on."""
-    return await asyncio.to_thread(word) if piece.prompt_logprobs else word()
+def _whole(pieces: list[Piece], words: Words) -> bytes:
+    return bytes(JSONResponse(words.whole(pieces)).body)

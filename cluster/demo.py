@@ -6,6 +6,8 @@ Knows the cluster only from outside, as any client does.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -29,24 +31,53 @@ PASSAGE = (
 )
 QUESTION = "Why are the two stages split?"
 
+# Of a start: how the line begins with which a part ends, and what it was. Each is looked for behind the one before
+_STARTS = (
+    ("bifolio: starting Ray", "imports and checks"),
+    ("bifolio: device", "Ray: its processes, and those that wait for work"),
+    ("bifolio: loading", "Serve: its controller, its proxy, the KV manager"),
+    ("bifolio: KV cache", "replicas: imports, weights, warm-up; the ingress"),
+)
+
 
 def run() -> int:
-    console = Console(highlight=False)
+    console, began = Console(highlight=False), time.monotonic()
     with spawned(["--model", MODEL, "--prefill", "1", "--decode", "1"]) as cluster:
         console.print()
+        usage, first = _over_http(console, cluster, "What is the capital of France? Answer in one sentence.")
         answers = [
-            (
-                "HTTP",
-                _over_http(console, cluster, "What is the capital of France? Answer in one sentence."),
-            ),
+            ("HTTP", usage),
             ("gRPC", _over_grpc(console, cluster, f"over gRPC[/] (a passage of some 400 tokens, then) {QUESTION}")),
             ("again", _over_grpc(console, cluster, "over gRPC, the same again[/]")),
         ]
         console.print(_table(answers))
+        console.print(_start_table(parts_of_a_start(cluster.said, began, first)))
     return 0
 
 
-def _over_http(console: Console, cluster: SpawnedCluster, question: str) -> dict[str, Any]:
+def parts_of_a_start(said: Sequence[tuple[float, str]], began: float, first: float) -> list[tuple[str, float]]:
+    """What the time from the command to the first token went to, in seconds; `said` are the cluster's lines."""
+    parts, at, lines = list[tuple[str, float]](), began, iter(said)
+    for begin, what in _STARTS:
+        ended = next((when for when, line in lines if line.startswith(begin)), at)
+        parts.append((what, ended - at))
+        at = ended
+    return [*parts, ("first answer, over HTTP", first - at)]
+
+
+def _start_table(parts: Sequence[tuple[str, float]]) -> Table:
+    table = Table(title="From the command to the first token")
+    table.add_column("")
+    table.add_column("seconds", justify="right")
+    for what, seconds in parts:
+        table.add_row(what, f"{seconds:.1f}")
+    table.add_section()
+    table.add_row("in all", f"{sum(seconds for _, seconds in parts):.1f}")
+    return table
+
+
+def _over_http(console: Console, cluster: SpawnedCluster, question: str) -> tuple[dict[str, Any], float]:
+    """What it cost, and when its first token came."""
     console.print(f"[bold]over HTTP[/] {question}")
     connection = cluster.connect()
     messages = [{"role": "user", "content": question}]
@@ -57,14 +88,16 @@ def _over_http(console: Console, cluster: SpawnedCluster, question: str) -> dict
     if response.status != 200:
         raise Unavailable(f"HTTP {response.status}: {response.read().decode()}")
     usage: dict[str, Any] = {}
+    first = 0.0
     for line in response:
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
             for choice in event["choices"]:
+                first = first or (time.monotonic() if choice["delta"].get("content") else 0.0)
                 console.print(choice["delta"].get("content", ""), end="", markup=False, soft_wrap=True)
             usage = event.get("usage") or usage
     console.print("\n")
-    return usage
+    return usage, first
 
 
 def _over_grpc(console: Console, cluster: SpawnedCluster, title: str) -> dict[str, Any]:

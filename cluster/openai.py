@@ -32,9 +32,12 @@ _CODES: dict[type[BaseException], str] = {
 }
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` makes one for each call
+
+
 def event(content: Json) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(content).encode() + b"\n\n"
 
 
 def not_served(path: str, method: str) -> Json:

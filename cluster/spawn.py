@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from bifolio.protos.errors import Unavailable
@@ -32,6 +33,7 @@ class SpawnedCluster:
     http_port: int
     grpc_port: int
     process: subprocess.Popen[bytes]
+    said: list[tuple[float, str]] = field(default_factory=list)  # its lines, and when by time.monotonic
 
     @property
     def grpc_address(self) -> str:
@@ -63,15 +65,15 @@ def spawned(arguments: Sequence[str], output: IO[bytes] | None = None) -> Iterat
     # -P: the current directory may hold folders named like our dependencies
     command = [sys.executable, "-P", "-m", "bifolio.cluster.cli", "serve", *arguments, *ports]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    ready = threading.Event()
-    reader = threading.Thread(target=_copy, args=(process, output or sys.stdout.buffer, ready), daemon=True)
+    ready, cluster = threading.Event(), SpawnedCluster(http_port, grpc_port, process)
+    reader = threading.Thread(target=_copy, args=(cluster, output or sys.stdout.buffer, ready), daemon=True)
     reader.start()
     try:
         if not ready.wait(START_S):
             raise Unavailable(f"the cluster was not ready within {START_S:.0f} s; its output says more")
         if (status := process.poll()) is not None:
             raise Unavailable(f"the cluster ended with status {status} before it was ready; its output says why")
-        yield SpawnedCluster(http_port, grpc_port, process)
+        yield cluster
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -82,14 +84,15 @@ def spawned(arguments: Sequence[str], output: IO[bytes] | None = None) -> Iterat
         reader.join(STOP_S)
 
 
-def _copy(process: subprocess.Popen[bytes], output: IO[bytes], ready: threading.Event) -> None:
+def _copy(cluster: SpawnedCluster, output: IO[bytes], ready: threading.Event) -> None:
     """Copy what the cluster prints, line by line; it is ready when it says so, or has ended."""
-    assert process.stdout is not None
-    with process.stdout as lines:
+    assert cluster.process.stdout is not None
+    with cluster.process.stdout as lines:
         for line in lines:
+            cluster.said.append((time.monotonic(), line.decode(errors="replace")))
             output.write(line)
             output.flush()
             if line.startswith(READY.encode()):
                 ready.set()
-    process.wait()
+    cluster.process.wait()
     ready.set()

@@ -1,6 +1,9 @@
 """Words one answer in OpenAI's shapes, whole or in chunks. Knows nothing about where the pieces come from.
 
 Log-probabilities go with the tokens of their piece; those of the prompt are said once, with what is said first.
+
+Nearly all pieces of a stream are text alone, and nearly all of their event is as in the event before: it is worded
+once, and then the text alone is put where it belongs.
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from json.encoder import encode_basestring
 
 from .answer import Piece
 from .convert import usage_to_json
 from .logprob_shapes import CompletionShape, chat_shape, prompt_shape
-from .openai import Json
+from .openai import Json, event
 from .tokenizer import Tokenizer
+
+_TEXT = "\0"  # stands for a text; what follows in its event is nothing a user has written
 
 
 class Words(ABC):
@@ -35,6 +41,7 @@ class Words(ABC):
         self.id = id
         self._model, self._created, self._tokenizer = model, created, tokenizer
         self._include_usage, self._logprobs, self._prompt_logprobs = include_usage, logprobs, prompt_logprobs
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # the text of a choice's events
 
     def whole(self, pieces: Sequence[Piece]) -> Json:
         """The last piece carries the usage."""
@@ -43,6 +50,18 @@ class Words(ABC):
         first, *others = (_joined(pieces, choice) for choice in sorted({piece.choice for piece in pieces}))
         first = replace(first, prompt_logprobs=pieces[0].prompt_logprobs)
         return {**self._whole([first, *others]), "usage": usage_to_json(usage)}
+
+    def events(self, piece: Piece) -> list[bytes]:
+        """What a stream says of the next piece, as server-sent events."""
+        if piece.choice in self._around and piece.text and piece.finish is None and piece.usage is None:
+            before, after = self._around[piece.choice]
+            return [before + encode_basestring(piece.text).encode() + after]
+        said = [event(chunk) for chunk in self.chunks(piece)]
+        if said and not self._logprobs and piece.finish is None and piece.choice not in self._around:
+            (chunk,) = self.chunks(Piece(_TEXT, choice=piece.choice))  # what must be said once has been said
+            before, _, after = event(chunk).rpartition(encode_basestring(_TEXT).encode())
+            self._around[piece.choice] = before, after
+        return said
 
     def chunks(self, piece: Piece) -> Iterator[Json]:
         """What a stream says of the next piece: nothing, while its text is held back."""

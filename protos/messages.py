@@ -332,3 +332,8 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token, as in Commit
     choice: int | None = 0
+
+    def __reduce__(self) -> tuple[type[Delta], tuple[object, ...]]:
+        """One for every token of a stream: this way it is written and read in a third of the time."""
+        told = (self.tokens, self.finish, self.resumable, self.timings, self.moved)
+        return Delta, (*told, self.logprobs, self.prompt_logprobs, self.choice)

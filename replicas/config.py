@@ -105,6 +105,13 @@ class EngineConfig(FrozenConfig):
         default=False,
         description="Bit-equal logits however they are computed, on CPUs; refused where that does not hold.",
     )
+    flush_s: float = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="After its first token a stream's tokens leave the decode replica at most this often: what came "
+        "meanwhile is one message, which costs little more than one token.",
+    )
     stall_s: float = Field(
         default=30.0,
         ge=1,

@@ -29,7 +29,10 @@ class DecodeReplica:
         self._beat = Beat(self._core, spec)
         self._leaving = Leaving(self._beat.drain)
         on_sigterm(self._leaving.leave)
-        self._streams = Streams(self._core, spec.engine.max_sequences, self._beat.close, self._beat.if_due)
+        engine = spec.engine
+        self._streams = Streams(
+            self._core, engine.max_sequences, self._beat.close, self._beat.if_due, flush_s=engine.flush_s
+        )
         self._core.start(self._streams.deliver)
         await self._beat.start(self._core.info(), self._streams, self._leaving.leave)
 

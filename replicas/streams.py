@@ -39,7 +39,6 @@ from .sequence import Abort, Add, Closed, Computed, Event, Prefilled, Sampled
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 0.02  # later tokens leave at most this often per stream; the first leaves at once
 LEAVE_S = 1.0  # that the thread of a pull may take to end when that is given up: it copies a frame, at most
 LONG = 4096  # tokens: the keys of more take so long that other streams would feel it
 
@@ -49,9 +48,17 @@ class Streams:
     came back, or the ledger was wrong about them."""
 
     def __init__(
-        self, core: Core, max_sequences: int, close: Callable[[Generation], None], stepped: Callable[[], None]
+        self,
+        core: Core,
+        max_sequences: int,
+        close: Callable[[Generation], None],
+        stepped: Callable[[], None],
+        *,
+        flush_s: float = 0.02,
     ) -> None:
+        """After its first token a stream's tokens leave at most every `flush_s`."""
         self._core = core
+        self._flush_s = flush_s
         self._close_lease = close
         self._stepped = stepped
         self._loop = asyncio.get_running_loop()
@@ -219,10 +226,11 @@ class Streams:
         due = 0.0
         while not all(choice.ended for choice in attempt.choices):
             events = [await attempt.events.get()]
-            await asyncio.sleep(due - time.monotonic())
+            if (left := due - time.monotonic()) > 0:
+                await asyncio.sleep(left)
             while not attempt.events.empty():
                 events.append(attempt.events.get_nowait())
-            due = time.monotonic() + FLUSH_S
+            due = time.monotonic() + self._flush_s
             for choice in dict.fromkeys(choice for choice, _ in events):
                 of = [event for other, event in events if other is choice]
                 if sampled := [event for event in of if isinstance(event, Sampled)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -226,3 +227,18 @@ def test_merged_streams_lose_nothing_and_keep_the_order_of_each():
 def test_the_prompts_logprobs_are_asked_of_one_choice_alone():
     choices = Choices(replace(THREE, prompt_logprobs=0))
     assert [choices.alone(choice).prompt_logprobs for choice in (1, 0, 2)] == [0, None, None]
+
+
+def test_a_delta_travels_whole():
+    full = Delta(
+        (7, 8),
+        "stop",
+        ("Preempted", "out of blocks", None),
+        Timings(1.0),
+        Moved(2, 32, 1),
+        (TokenLogprobs(7, -0.5, ((7, -0.5),)),),
+        (TokenLogprobs(3, -1.0),),
+        2,
+    )
+    for delta in (full, Delta((7,)), Delta(resumable=("Preempted", "out of blocks", "d#1"), choice=None)):
+        assert pickle.loads(pickle.dumps(delta)) == delta

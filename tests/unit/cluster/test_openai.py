@@ -18,7 +18,7 @@ from bifolio.cluster.openai import error_response, event
 from bifolio.cluster.query import Query
 from bifolio.cluster.schema import parse
 from bifolio.cluster.tokenizer import Tokenizer
-from bifolio.cluster.words import CompletionWords
+from bifolio.cluster.words import ChatWords, CompletionWords, Words
 from bifolio.protos import inference_pb2 as pb
 from bifolio.protos.errors import ConfigError, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from bifolio.protos.messages import RequestId, TokenLogprobs
@@ -307,3 +307,19 @@ def test_two_tokens_that_are_written_alike_are_both_there(tokenizer: Tokenizer) 
     alike.__dict__.update(tokenizer.__dict__)
     (top,) = CompletionShape(alike).shape([TokenLogprobs(300, -2.0, ((301, -1.0), (300, -2.0)))])["top_logprobs"]
     assert top == {"A": -1.0, "token_id:300": -2.0}
+
+
+@pytest.mark.parametrize("words_of", [CompletionWords, ChatWords])
+@given(st.lists(st.tuples(st.integers(0, 1), st.text()), max_size=8), st.booleans(), st.text())
+def test_events_are_the_chunks_as_json(
+    tokenizer: Tokenizer, words_of: type[Words], pieces: list[tuple[int, str]], usage: bool, model: str
+) -> None:
+    """Also those that are not worded anew."""
+    quick, plain = (words_of("r-1", model, 1, tokenizer, include_usage=usage) for _ in range(2))
+    taken = [Piece(text, (7,), choice=choice) for choice, text in pieces]
+    taken += [Piece("a", (7,), "stop", choice=1), Piece("", (7,), "length", pb.Usage(prompt_tokens=3))]
+    for piece in taken:
+        assert quick.events(piece) == [
+            b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+            for chunk in plain.chunks(piece)
+        ]

@@ -154,5 +154,6 @@ class DecodeGraphs:
 
 
 def _is_decode(host: HostBatch, n: int) -> bool:
-    """A sequence's logits are those of its last token: where they are tokens 0 .. n - 1, each has no other."""
+    """A sequence's logits are those of its last token, and of a draft's: where they are tokens 0 .. n - 1, each has no
+    other."""
     return np.array_equal(host.logit_rows, np.arange(n)) and len(host.scored_rows) == 0

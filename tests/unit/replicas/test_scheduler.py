@@ -57,7 +57,7 @@ def play(s: Scheduler, now: float = 0.0, token: int = 7) -> tuple[Step, list[Eve
     """One step in which every sequence that samples gets `token`."""
     step = s.schedule(now)
     ready = [c.sequence for c in step.chunks if c.completes] + list(step.handed)
-    sampled = {q.generation: (token, None) for q in ready if q.sampling}
+    sampled = {q.generation: [(token, None)] for q in ready if q.sampling}
     logits = {q.generation: b"row!" for q in ready if not q.sampling}
     scores = {c.sequence.generation: [TokenLogprobs(t, -1.0) for t in c.sequence.targets(c.count)] for c in step.chunks}
     return step, [*step.closed, *s.record(step, Outcome(sampled, logits, scores), now)]

@@ -1,35 +1,36 @@
 """Drafts: what a sequence is likely to go on with, found in what it has said, and how much of it is worth computing.
 
-Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): who said the same last few tokens before may go on as it did then.
-A step that computes a token and k guesses after it brings the token and as many of the guesses as are right. Whether they
-are is decided by sampling each place as ever, so a draft changes how fast an answer comes, never what it is.
+Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): who said the same last few tokens before may go on as then. A step
+that computes a token and k guesses after it brings the token and as many of the guesses as are right. Whether they are
+is decided by sampling each place as ever, so a draft changes how fast an answer comes, never what it is.
 
     history   ... a b c D E F ...... a b c          the last three tokens were here before: D E F is the draft
     a step            computes  c  D  E  F          one row of logits for each
                       samples   D  E  X             E's row says X, not F: D, E and X are kept, F's row is not looked at
 
-Pure: plain numbers, no torch, no clock, no sequences. Each `Lookup` watches how often its guesses are right, whether they
-were computed or not: a guess that is not worth computing now costs nothing, and is counted all the same. So no tries are
-needed to find out that a text has begun to repeat.
+Pure: plain numbers, no torch, no clock, no sequences. Each `Lookup` watches how often its guesses are right, computed or
+not: one that is not worth computing now costs nothing, and is counted all the same. So no tries are needed to find out
+that a text has begun to repeat.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 LONG, SHORT = 3, 2  # tokens that are looked for, the longer first
 SLOTS = 1 << 14  # places of the latest n-grams that are kept, for each length: what collides is forgotten
-_SHIFT, _FACTORS = 16, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # of multiplicative hashing; tokens have 31 bits at most
+_SHIFT, _FACTORS = 16, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # of multiplicative hashing, in 64 bits
 
 # Guesses are told apart by how many tokens before them were the same: 2, 3, 4 to 7, 8 to 15, 16 or more
 FIRST_RATES = (0.35, 0.5, 0.7, 0.8, 0.9)  # that are right, until a sequence has shown its own
-FIRST_WEIGHT = 4.0  # guesses that these stand for
-FADING = 0.95  # weight of what was seen, with each further guess of its kind
+FIRST_WEIGHT = 8.0  # guesses that these stand for
+FADING = 0.97  # weight of what was seen, with each further guess of its kind
 
 
 def _kind(same: int) -> int:
@@ -104,7 +105,8 @@ class Lookup:
         self._find(tokens)
 
 
-def _slot(ngram: Sequence[int] | Sequence[np.ndarray]):  # type: ignore[no-untyped-def,type-arg]
+def _slot(ngram: Iterable[Any]) -> Any:
+    """Of an n-gram; or of many, given as one array for each of their places."""
     return (sum(t * f for t, f in zip(ngram, _FACTORS, strict=False)) >> _SHIFT) % SLOTS
 
 
@@ -134,7 +136,7 @@ class RowCost:
         self.share = median(self._shares)
 
 
-MARGIN = 1.1  # by how much a guess must be worth more than it costs: its odds are an estimate
+MARGIN = 1.2  # by how much a guess must be worth more than it costs: its odds are an estimate
 
 
 def worth(odds: Sequence[Sequence[float]], rows: int, most_rows: int, share: float) -> list[int]:

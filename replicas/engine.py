@@ -138,24 +138,29 @@ class Engine:
         ready = [*((c.sequence, c.draft) for c in step.chunks if c.completes), *((s, ()) for s in step.handed)]
         first = np.cumsum([0, *(1 + len(draft) for _, draft in ready)]).tolist()  # each one's rows of logits
         assert first[-1] == len(logits)
-        handed_over = [(s.generation, logits[row]) for row, (s, _) in zip(first, ready, strict=False) if not s.sampling]
-        leaving = {generation: row.cpu().numpy().tobytes() for generation, row in handed_over}
-        sampled: dict[Generation, list[Choice]] = {s.generation: [] for s, _ in ready if s.sampling}
-        going = [(s, draft, row) for row, (s, draft) in zip(first, ready, strict=False) if s.sampling]
-        right = 0  # guesses of a draft, in this round
-        while going:  # one place of each after the other: what follows a wrong guess is not looked at
-            told = ((s, [*s.tokens, *draft[:right]] if right else s.tokens) for s, draft, _ in going)
-            states = [SamplingState(s.sampling, tokens, s.prompt_length) for s, tokens in told]
-            rows = logits if len(going) == len(logits) else logits[[row + right for _, _, row in going]]
+        leaving, going = {}, []
+        for row, (s, draft) in zip(first, ready, strict=False):
+            if s.sampling is None:
+                leaving[s.generation] = logits[row].cpu().numpy().tobytes()
+            else:
+                going.append((s, s.sampling, draft, row))
+        sampled: dict[Generation, list[Choice]] = {s.generation: [] for s, _, _, _ in going}
+        right = 0  # guesses of the drafts that are left
+        while going:  # one place of each after the other: behind a wrong guess nothing is looked at
+            states = [
+                SamplingState(sampling, [*s.tokens, *draft[:right]] if right else s.tokens, s.prompt_length)
+                for s, sampling, draft, _ in going
+            ]
+            rows = logits if len(going) == len(logits) else logits[[row + right for _, _, _, row in going]]
             choices = sample_tokens(rows, states)
-            for (s, _, _), choice in zip(going, choices, strict=True):
+            for (s, _, _, _), choice in zip(going, choices, strict=True):
                 sampled[s.generation].append(choice)
-            going = [g for g, (id, _) in zip(going, choices, strict=True) if id in g[1][right : right + 1]]
+            going = [g for g, (id, _) in zip(going, choices, strict=True) if g[2][right : right + 1] == (id,)]
             right += 1
         return Outcome(sampled, leaving, scores)
 
     def _logits(self, step: Step) -> tuple[torch.Tensor, dict[Generation, list[TokenLogprobs]]]:
-        """A row for each sequence that has one coming, and for each guess of its draft, those with chunks first; and the
+        """A row for each sequence that has one coming and for each guess of its draft, those with chunks first; and the
         prompt's logprobs."""
         rows = [_row(chunk) for chunk in step.chunks]
         parts: list[torch.Tensor] = []

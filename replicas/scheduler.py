@@ -76,7 +76,9 @@ class Step:
 class Outcome:
     """What computing a step has brought, by sequence."""
 
-    sampled: dict[Generation, list[Choice]]  # of each that samples and ends its chunk complete: one, and more by a draft
+    sampled: dict[
+        Generation, list[Choice]
+    ]  # of each that samples and ends its chunk complete: one, and more by a draft
     logits: dict[Generation, bytes] = field(default_factory=dict)  # a row of each that is handed over
     scores: dict[Generation, list[TokenLogprobs]] = field(default_factory=dict)  # of the chunk's `targets`
 

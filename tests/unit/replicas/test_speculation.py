@@ -1,4 +1,4 @@
-"""Drafts in the engine: an answer is the same to the bit with them as without, and what was guessed wrong leaves nothing."""
+"""Drafts in the engine: an answer is the same to the bit as without them, and what was guessed wrong leaves nothing."""
 
 from __future__ import annotations
 
@@ -271,5 +271,3 @@ def test_what_a_drafted_answer_leaves_in_the_cache_is_what_it_says(glassllm_dir:
     longer, second, cached = play(glassllm_dir, two_turns, drafts=True, split=False)
     assert cached > len(PROMPT)
     assert play(glassllm_dir, lambda it: turn(it, longer), drafts=False, split=False).logprobs == second.logprobs
-
-

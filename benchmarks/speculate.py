@@ -6,9 +6,9 @@ does not.
                                       [--batch 1 --batch 4 --batch 8] [--threads 1] [--kernels auto] [--json FILE]
 
 An engine without drafts and one with them answer the same requests over the same cache, in turns: each group of as many
-requests as the batch has is answered by one, then by the other, the next group the other way round. Prompts are computed
-before and not timed. A group's steps are timed until its last answer ends, so it has fewer sequences towards the end.
-Answers must be equal, or the exit status is 1.
+requests as the batch has is answered by one, then by the other, the next group the other way round. Prompts are
+computed before and not timed. A group's steps are timed until its last answer ends, so it has fewer sequences towards
+the end. Answers must be equal, or the exit status is 1.
 
     edit    HumanEval's functions: give the code back with one name changed. Greedy.
     agent   steps of a software agent, recorded from a large model. The engine computes and samples as ever, and then

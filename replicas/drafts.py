@@ -1,16 +1,16 @@
 """Drafts: what a sequence is likely to go on with, found in what it has said, and how much of it is worth computing.
 
-Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): who said the same last few tokens before may go on as then. A step
-that computes a token and k guesses after it brings the token and as many of the guesses as are right. Whether they are
-is decided by sampling each place as ever, so a draft changes how fast an answer comes, never what it is.
+Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): who said the same last few tokens before may go on as then. A
+step that computes a token and k guesses after it brings the token and as many of the guesses as are right. Whether they
+are is decided by sampling each place as ever, so a draft changes how fast an answer comes, never what it is.
 
     history   ... a b c D E F ...... a b c          the last three tokens were here before: D E F is the draft
     a step            computes  c  D  E  F          one row of logits for each
                       samples   D  E  X             E's row says X, not F: D, E and X are kept, F's row is not looked at
 
-Pure: plain numbers, no torch, no clock, no sequences. Each `Lookup` watches how often its guesses are right, computed or
-not: one that is not worth computing now costs nothing, and is counted all the same. So no tries are needed to find out
-that a text has begun to repeat.
+Pure: plain numbers, no torch, no clock, no sequences. Each `Lookup` watches how often its guesses are right, computed
+or not: one that is not worth computing now costs nothing, and is counted all the same. So no tries are needed to find
+out that a text has begun to repeat.
 """
 
 from __future__ import annotations

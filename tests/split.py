@@ -218,7 +218,8 @@ class Watch:
     def _watched(self, rows: Sequence[Row]) -> Output:
         output = self._compute(rows)
         self.positions += sum(len(row.tokens) for row in rows)
-        ends = [row.start + len(row.tokens) for row in rows if row.want_logits]
+        lasts = [(row.start + len(row.tokens), row.drafted) for row in rows if row.want_logits]
+        ends = [end - behind for end, drafted in lasts for behind in range(drafted, -1, -1)]
         self.logits.update((end, line.numpy().tobytes()) for end, line in zip(ends, output.logits, strict=True))
         return output
 

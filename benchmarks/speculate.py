@@ -5,10 +5,10 @@ does not.
     python -P benchmarks/speculate.py [--model smollm2-135m] [--only edit --only chat ...] [--tokens 96] [--most 8]
                                       [--batch 1 --batch 4 --batch 8] [--threads 1] [--kernels auto] [--json FILE]
 
-An engine without drafts and one with them answer the same requests over the same cache, in turns: each group of as many
-requests as the batch has is answered by one, then by the other, the next group the other way round. Prompts are
-computed before and not timed. A group's steps are timed until its last answer ends, so it has fewer sequences towards
-the end. Answers must be equal, or the exit status is 1.
+An engine without drafts and one with them answer the same requests, as many at a time as the batch has. They take
+turns: the next step is of the one that has said fewer tokens, so both meet the same moments of a busy machine. Prompts
+are computed before and not timed. A group's steps are timed until its last answer ends, so it has fewer sequences
+towards the end. Answers must be equal, or the exit status is 1.
 
     edit    HumanEval's functions: give the code back with one name changed. Greedy.
     agent   steps of a software agent, recorded from a large model. The engine computes and samples as ever, and then
@@ -17,8 +17,9 @@ the end. Answers must be equal, or the exit status is 1.
     warm    the same, temperature 0.8.
     people  answers that people wrote (OpenAssistant), said again like those of `agent`.
 
-`right` is the share of guesses that were. Rows are what a step computes, tokens what it brings, both for each sequence.
-`row` is what the engine has learned that a row costs more, in steps of one row.
+"CPU" is the same ratio by the process's CPU time, which leaves out what others take of the machine. `right` is the
+share of guesses that were. Rows are what a step computes, tokens what it brings, both for each sequence. `row` is what
+the engine has learned that a row costs more, in steps of one row.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def main() -> int:
     table = measure.table(
         f"drafts of at most {args.most}: {args.model}, bfloat16, answers of {args.tokens} tokens at most",
         ("text", "batch"),
-        ("tok/s without", "with", "ratio", "right", "rows", "tokens", "row"),
+        ("tok/s without", "with", "ratio", "CPU", "right", "rows", "tokens", "row"),
     )
     results, equal = [], True
     for name in args.only or TASKS:
@@ -98,10 +99,12 @@ def main() -> int:
             measure.progress(f"{name}, batch {batch}")
             without, with_drafts = bench.compare(tasks, batch)
             equal = equal and without.answers == with_drafts.answers
-            table.add_row(name, str(batch), *shown(without, with_drafts))
+            row = name, str(batch), *shown(without, with_drafts)
+            measure.progress("  ".join(row))
+            table.add_row(*row)
             results.append({"text": name, "batch": batch, "without": vars(without), "with": vars(with_drafts)})
+            measure.write_json(args.json, {"machine": facts, "model": args.model, "results": results})
     measure.show(measure.title(facts), table, "answers are equal" if equal else "ANSWERS DIFFER")
-    measure.write_json(args.json, {"machine": facts, "model": args.model, "results": results})
     return 0 if equal else 1
 
 
@@ -109,18 +112,18 @@ class Sums:
     """Of the timed steps of one engine."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []  # group by group
+        self.seconds = self.cpu = self.row = 0.0
         self.tokens = self.drafted = self.right = self.sequences = 0  # sequences: summed over the steps
-        self.row = 0.0
         self.answers: list[list[int]] = []
 
 
 def shown(without: Sums, with_drafts: Sums) -> list[str]:
-    rates = [sums.tokens / sum(sums.seconds) for sums in (without, with_drafts)]
     it = with_drafts
     return [
-        *(f"{rate:.1f}" for rate in rates),
-        f"{rates[1] / rates[0]:.2f}",
+        f"{without.tokens / without.seconds:.1f}",
+        f"{it.tokens / it.seconds:.1f}",
+        f"{without.seconds / it.seconds:.2f}",
+        f"{without.cpu / it.cpu:.2f}",
         f"{it.right / it.drafted:.0%} of {it.drafted}" if it.drafted else "-",
         f"{1 + it.drafted / it.sequences:.2f}",
         f"{it.tokens / it.sequences:.2f}",
@@ -144,9 +147,10 @@ class Bench:
         each = -(-(CONTEXT + 1) // BLOCK_SIZE)
         layout = kv_layout(torch.bfloat16, config.head_dim, BLOCK_SIZE)
         heads = config.kv_heads, BLOCK_SIZE, config.head_dim
-        cache = KvCache(each * requests, config.layers, *heads, torch.bfloat16, layout)
+        cache = KvCache(2 * each * requests, config.layers, *heads, torch.bfloat16, layout)
         self._runner = Counted(Llama(config, weights), cache, HostBlocks(cache))
-        self._blocks = [tuple(BlockId(1 + each * i + j) for j in range(each)) for i in range(requests)]
+        places = [tuple(BlockId(1 + each * i + j) for j in range(each)) for i in range(2 * requests)]
+        self._blocks = places[:requests], places[requests:]  # of each engine
         self._tokens, self._eos = tokens, tuple(eos)
         self._engines = [self._engine(0), self._engine(most)]
         self._logits: list[bytes] = []
@@ -163,52 +167,58 @@ class Bench:
         return Engine(self._runner, scheduler)
 
     def prefill(self, tasks: Sequence[Task]) -> None:
-        """What follows each prompt, whose K and V stay where they are."""
+        """What follows each prompt, whose K and V both engines get, and keep."""
         self._logits = []
         engine = self._engines[0]
-        for task, blocks in zip(tasks, self._blocks, strict=False):
-            engine.submit(Add(self._generation(), task.prompt, blocks, 0.0, len(task.prompt)))
+        for task, *both in zip(tasks, *self._blocks, strict=False):
+            engine.submit(Add(self._generation(), task.prompt, both[0], 0.0, len(task.prompt)))
             while not engine.idle:
                 self._logits += [event.logits for event in engine.step() if isinstance(event, Prefilled)]
+            for source, block in zip(*both, strict=True):
+                self._runner.copy(source, block)
 
     def compare(self, tasks: Sequence[Task], batch: int) -> tuple[Sums, Sums]:
         sums = Sums(), Sums()
-        for group in range(GROUPS[batch]):
-            chosen = range(group * batch, (group + 1) * batch)
-            for which in (0, 1) if group % 2 else (1, 0):
-                self._answer(self._engines[which], tasks, chosen, sums[which])
+        with says_what_was_recorded([task.recorded for task in tasks]):
+            for group in range(GROUPS[batch]):
+                self._race(tasks, range(group * batch, (group + 1) * batch), sums)
         return sums
 
-    def _answer(self, engine: Engine, tasks: Sequence[Task], chosen: range, sums: Sums) -> None:
-        answers: dict[Generation, list[int]] = {}
-        for i in chosen:
-            task, generation = tasks[i], self._generation()
-            answers[generation] = []
-            stops = () if task.recorded else self._eos
-            most = len(task.recorded) or self._tokens
-            sampling = Sampling(most, task.temperature, seed=i, stop_token_ids=stops)
-            engine.submit(
-                Add(generation, task.prompt, self._blocks[i], float(i), len(task.prompt), sampling, self._logits[i])
-            )
-        with says_what_was_recorded([task.recorded for task in tasks]):
+    def _race(self, tasks: Sequence[Task], chosen: range, sums: tuple[Sums, Sums]) -> None:
+        answers: list[dict[Generation, list[int]]] = []
+        for engine, blocks in zip(self._engines, self._blocks, strict=True):
+            generations = [self._submit(engine, tasks[i], blocks[i], i) for i in chosen]
+            answers.append({generation: [] for generation in generations})
             for event in engine.step():  # the first token of each: no step of the model
                 if isinstance(event, Sampled):
-                    answers[event.generation].append(event.token)
-            seconds = 0.0
-            while not engine.idle:
-                running = len(engine.scheduler.sequences)
-                began = time.perf_counter()
-                said = [event for event in engine.step() if isinstance(event, Sampled)]
-                seconds += time.perf_counter() - began
-                for event in said:
-                    answers[event.generation].append(event.token)
-                sums.tokens += len(said)
-                sums.right += len(said) - running
-                sums.sequences += running
-                sums.drafted += self._runner.rows - running
-        sums.seconds.append(seconds)
-        sums.row = engine.scheduler.row_cost.share
-        sums.answers += answers.values()
+                    answers[-1][event.generation].append(event.token)
+        while busy := [i for i in (0, 1) if not self._engines[i].idle]:
+            turn = min(busy, key=lambda i: sum(map(len, answers[i].values())))
+            for event in self._timed(self._engines[turn], sums[turn]):
+                answers[turn][event.generation].append(event.token)
+        for each, engine, said in zip(sums, self._engines, answers, strict=True):
+            each.row = engine.scheduler.row_cost.share
+            each.answers += said.values()
+
+    def _submit(self, engine: Engine, task: Task, blocks: tuple[BlockId, ...], number: int) -> Generation:
+        generation, length = self._generation(), len(task.prompt)
+        most, stops = (len(task.recorded), ()) if task.recorded else (self._tokens, self._eos)
+        sampling = Sampling(most, task.temperature, seed=number, stop_token_ids=stops)
+        engine.submit(Add(generation, task.prompt, blocks, float(number), length, sampling, self._logits[number]))
+        return generation
+
+    def _timed(self, engine: Engine, sums: Sums) -> list[Sampled]:
+        running = len(engine.scheduler.sequences)
+        began, cpu = time.perf_counter(), time.process_time()
+        events = engine.step()
+        sums.seconds += time.perf_counter() - began
+        sums.cpu += time.process_time() - cpu
+        said = [event for event in events if isinstance(event, Sampled)]
+        sums.tokens += len(said)
+        sums.right += len(said) - running
+        sums.sequences += running
+        sums.drafted += self._runner.rows - running
+        return said
 
     def _generation(self) -> Generation:
         self._count += 1

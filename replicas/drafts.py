@@ -113,14 +113,14 @@ def _slot(ngram: Iterable[Any]) -> Any:
 class RowCost:
     """What a row more adds to a step, as a share of a step of one row: the median of what was seen lately.
 
-    Two steps one after the other differ in little but their rows: their times tell it.
+    Two steps one after the other differ in little but their rows: their times tell it, if one has half as many more.
     """
 
-    FIRST = 0.15  # until something was seen; eight rows cost two
-    SEEN = 31
+    FIRST, FIRST_COUNT = 0.15, 16  # what is taken to have been seen before
+    COUNT = 63
 
     def __init__(self) -> None:
-        self._shares = deque([self.FIRST] * (self.SEEN // 2), maxlen=self.SEEN)
+        self._seen = deque([self.FIRST] * self.FIRST_COUNT, maxlen=self.COUNT)
         self._last = (0, 0.0)
         self.share = self.FIRST
 
@@ -128,12 +128,12 @@ class RowCost:
         """A step has taken so long that computed `rows` tokens, each for a row of logits, and nothing else."""
         before, then = self._last
         self._last = rows, seconds
-        if not before or before == rows:
+        if not before or 2 * abs(rows - before) < min(rows, before):
             return
         each = (seconds - then) / (rows - before)
         one = seconds - (rows - 1) * each
-        self._shares.append(min(max(each / one, 0.0), 1.0) if one > 0 else 1.0)
-        self.share = median(self._shares)
+        self._seen.append(min(max(each / one, 0.0), 1.0) if one > 0 else 1.0)
+        self.share = median(self._seen)
 
 
 MARGIN = 1.2  # by how much a guess must be worth more than it costs: its odds are an estimate

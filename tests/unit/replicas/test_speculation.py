@@ -15,6 +15,7 @@ from test_engine import Runner, add
 
 from bifolio.protos.messages import Delta, Generation
 from bifolio.replicas.batch import Row
+from bifolio.replicas.config import EngineConfig
 from bifolio.replicas.drafts import RowCost
 from bifolio.replicas.engine import Engine
 from bifolio.replicas.runner import Output
@@ -156,6 +157,12 @@ def test_a_preempted_sequence_has_computed_what_it_has_said():
     said = tokens([e for e in events if e.generation.counter == 2])
     assert (closed.generation.counter, closed.reason) == (2, "preempted")
     assert closed.computed == len(CYCLE) + len(said) - 1
+
+
+def test_replicas_on_gpus_have_none_unless_asked_for():
+    assert EngineConfig(device="cpu").speculate == 8
+    assert EngineConfig(device="cuda").speculate == 0
+    assert EngineConfig(device="cuda", speculate=3).speculate == 3
 
 
 # The same answers from a real model -----------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ from bifolio.replicas.sequence import Add, Prefilled, Sampled
 from bifolio.replicas.weights import load
 
 BLOCK_SIZE, CONTEXT = 16, 768
-GROUPS = {1: 4, 4: 2, 8: 2}  # of requests, by batch
+GROUPS = {1: 3, 4: 2, 8: 1}  # of requests, by batch
 DATA = Path("shared/data") if Path("shared/data").exists() else Path(__file__).parents[2] / "shared/data"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 

@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Consecutive tokens of one sequence to compute now: a prompt chunk, or one token of a decoding sequence.
+    """Consecutive tokens of one sequence to compute now: a prompt chunk, or one token of a decoding sequence and the
+    draft of what follows it.
 
     tokens[i] has position start + i. `blocks[j]` holds positions j * block_size onwards; it covers at least
     the last token, and positions before `start` are in the cache already.
@@ -33,6 +34,7 @@ class Row:
     want_logits: bool = True  # of the last token; False for a chunk that is not the prompt's last
     targets: Sequence[int] = ()  # targets[i] follows tokens[i]: its logprob is wanted, there may be fewer than tokens
     top: int = 0  # and the logprobs of so many most probable ones at its place
+    drafted: int = 0  # so many of the tokens, the last ones, are a draft: logits of each are wanted as well
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +46,8 @@ class HostBatch:
     starts             int32 [B + 1]  sequence b has the tokens starts[b] .. starts[b + 1] - 1
     lengths            int32 [B]  positions of each sequence, those of this step included
     table              int32 [B, max_blocks]  its blocks, padded with 0, the null block
-    logit_rows         int64 [n]  the tokens whose logits are wanted, in the order of the rows
+    logit_rows         int64 [n]  the tokens whose logits are wanted, in the order of the rows; of a row with a draft
+                       several, ascending
     scored_rows        int64 [m]  the tokens whose logits are wanted only for the logprobs of what follows them
     targets, tops      m each: what follows, and how many most probable ones are wanted besides
     """
@@ -101,6 +104,7 @@ def host_batch(rows: Sequence[Row], block_size: int) -> HostBatch:
     used = -(-ends // block_size)
     assert all(counts > 0), "a row without tokens"
     assert all(len(row.targets) <= len(row.tokens) for row in rows), "targets go past the tokens"
+    assert all(row.drafted < len(row.tokens) for row in rows), "a draft of nothing"
     assert all(len(row.blocks) >= n for row, n in zip(rows, used, strict=True)), "blocks end before the tokens"
 
     first = np.concatenate(([0], np.cumsum(counts)))
@@ -109,7 +113,7 @@ def host_batch(rows: Sequence[Row], block_size: int) -> HostBatch:
         line[:n] = row.blocks[:n]
     owner = np.repeat(np.arange(len(rows)), counts)
     positions = np.arange(first[-1]) - first[owner] + starts[owner]
-    wanted = np.array([row.want_logits for row in rows], dtype=bool)
+    wanted = np.array([(1 + row.drafted) * row.want_logits for row in rows], dtype=np.int64)
     return HostBatch(
         tokens=np.array([token for row in rows for token in row.tokens], dtype=np.int64),
         positions=positions,
@@ -117,7 +121,7 @@ def host_batch(rows: Sequence[Row], block_size: int) -> HostBatch:
         starts=first.astype(np.int32),
         lengths=ends.astype(np.int32),
         table=table.astype(np.int32),
-        logit_rows=first[1:][wanted] - 1,
+        logit_rows=np.repeat(first[1:] - np.cumsum(wanted), wanted) + np.arange(wanted.sum()),
         scored_rows=np.array(
             [at + i for at, row in zip(first.tolist(), rows, strict=False) for i in range(len(row.targets))],
             dtype=np.int64,

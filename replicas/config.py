@@ -18,7 +18,7 @@ DeviceChoice = Literal["auto", "cuda", "cpu"]
 
 CPU_KERNELS = ("avx512", "avx2", "generic")
 # What fields of the engine are on GPUs where they are not set: there, steps are large and blocks are Triton's tiles
-GPU_DEFAULTS = {"block_size": 64, "max_batched_tokens": 2048, "max_sequences": 256}
+GPU_DEFAULTS = {"block_size": 64, "max_batched_tokens": 2048, "max_sequences": 256, "speculate": 0}
 
 _LABEL = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"  # as Ray and Kubernetes have it
 _LABEL_NAME = re.compile(rf"([a-zA-Z0-9.-]{{1,253}}/)?{_LABEL}")
@@ -89,6 +89,13 @@ class EngineConfig(FrozenConfig):
         ge=1,
         le=1024,
         description="Sequences computed in one step; if it is not set, 256 on GPUs and 32 on CPUs.",
+    )
+    speculate: int = Field(
+        default=8,
+        ge=0,
+        le=63,
+        description="Tokens guessed behind each sequence's next one, from its own text, and computed in the same step, "
+        "at most; changes how fast an answer comes, never what it is. 0 guesses none; if it is not set, 0 on GPUs.",
     )
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads of one replica's computing.")
     kernels: Backend = Field(

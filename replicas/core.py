@@ -145,6 +145,7 @@ class Core:
             block_size=engine.block_size,
             draw=self.tags.draw,
             starve_s=spec.kv.starve_s,
+            speculate=engine.speculate,
         )
         self._engine = Engine(self.runner, scheduler)
         self.transfer = Average()  # seconds that a hand-over to this replica added to its prefill

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -26,7 +27,7 @@ from .cores import Cores
 from .penalties import SamplingState
 from .rates import Rate
 from .runner import Runner
-from .sampler import sample_tokens
+from .sampler import Choice, sample_tokens
 from .scheduler import Chunk, Outcome, Scheduler, Step
 from .sequence import Abort, Add, Closed, Command, Event
 
@@ -76,11 +77,13 @@ class Engine:
             prompts = sum(c.count for c in step.chunks if not c.sequence.first_sampled)
             if prompts * MEASURED >= self.scheduler.max_batched_tokens:
                 self.prefill_speed.add(prompts, now - began)
+            if not prompts and not step.handed:
+                self.scheduler.row_cost.add(sum(1 + len(c.draft) for c in step.chunks), now - began)
             yield self.scheduler.record(step, outcome, now)
             return
-        alone = [Step((chunk,)) for chunk in step.chunks] + [Step(handed=(s,)) for s in step.handed]
+        alone = [Step((replace(chunk, draft=()),)) for chunk in step.chunks] + [Step(handed=(s,)) for s in step.handed]
         self.broken = self.broken or not self.runner.works()
-        if len(alone) > 1 and not self.broken:
+        if (len(alone) > 1 or step.chunks != alone[0].chunks) and not self.broken:  # a draft must not make one fail
             for single in alone:
                 yield from self._parts(single)
             return
@@ -133,19 +136,33 @@ class Engine:
     def _compute(self, step: Step) -> Outcome:
         """Changes no sequence: a step that raises is repeated."""
         logits, scores = self._logits(step)
-        ready = [*(c.sequence for c in step.chunks if c.completes), *step.handed]
-        states = {
-            i: SamplingState(s.sampling, s.tokens, s.prompt_length)
-            for i, s in enumerate(ready)
-            if s.sampling is not None
-        }
-        handed_over = [(s.generation, row) for row, s in zip(logits, ready, strict=True) if s.sampling is None]
-        leaving = {generation: row.cpu().numpy().tobytes() for generation, row in handed_over}
-        choices = sample_tokens(logits if len(states) == len(ready) else logits[list(states)], list(states.values()))
-        return Outcome({ready[i].generation: c for i, c in zip(states, choices, strict=True)}, leaving, scores)
+        ready = [*((c.sequence, c.draft) for c in step.chunks if c.completes), *((s, ()) for s in step.handed)]
+        first = np.cumsum([0, *(1 + len(draft) for _, draft in ready)]).tolist()  # each one's rows of logits
+        assert first[-1] == len(logits)
+        leaving, going = {}, []
+        for row, (s, draft) in zip(first, ready, strict=False):
+            if s.sampling is None:
+                leaving[s.generation] = logits[row].cpu().numpy().tobytes()
+            else:
+                going.append((s, s.sampling, draft, row))
+        sampled: dict[Generation, list[Choice]] = {s.generation: [] for s, _, _, _ in going}
+        right = 0  # guesses of the drafts that are left
+        while going:  # one place of each after the other: behind a wrong guess nothing is looked at
+            states = [
+                SamplingState(sampling, [*s.tokens, *draft[:right]] if right else s.tokens, s.prompt_length)
+                for s, sampling, draft, _ in going
+            ]
+            rows = logits if len(going) == len(logits) else logits[[row + right for _, _, _, row in going]]
+            choices = sample_tokens(rows, states)
+            for (s, _, _, _), choice in zip(going, choices, strict=True):
+                sampled[s.generation].append(choice)
+            going = [g for g, (id, _) in zip(going, choices, strict=True) if g[2][right : right + 1] == (id,)]
+            right += 1
+        return Outcome(sampled, leaving, scores)
 
     def _logits(self, step: Step) -> tuple[torch.Tensor, dict[Generation, list[TokenLogprobs]]]:
-        """A row for each sequence that has one coming, those with chunks first; and the prompt's logprobs."""
+        """A row for each sequence that has one coming and for each guess of its draft, those with chunks first; and the
+        prompt's logprobs."""
         rows = [_row(chunk) for chunk in step.chunks]
         parts: list[torch.Tensor] = []
         if step.handed:  # one copy
@@ -166,12 +183,13 @@ class Engine:
 def _row(chunk: Chunk) -> Row:
     s, end = chunk.sequence, chunk.sequence.computed + chunk.count
     return Row(
-        s.tokens[s.computed : end],
+        [*s.tokens[s.computed : end], *chunk.draft],
         s.computed,
         s.blocks,
         chunk.completes,
         s.targets(chunk.count),
         s.prompt_logprobs or 0,
+        len(chunk.draft),
     )
 
 

@@ -154,5 +154,5 @@ class DecodeGraphs:
 
 
 def _is_decode(host: HostBatch, n: int) -> bool:
-    """A sequence's logits are those of its last token: where they are tokens 0 .. n - 1, each has no other."""
-    return np.array_equal(host.logit_rows, np.arange(n)) and len(host.scored_rows) == 0
+    """Each of the n sequences has one token, and wants its logits: none has a draft."""
+    return len(host.tokens) == n and np.array_equal(host.logit_rows, np.arange(n)) and len(host.scored_rows) == 0

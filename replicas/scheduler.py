@@ -8,6 +8,10 @@ prompt stalls nobody. Chunks end on block edges, except at the end of a prompt.
                 K and V in blocks      | chunk | later chunks
                 shared | own: written
 
+Where no prompt waits, a decoding sequence may have a draft behind its token (`drafts.py`): guesses of what follows,
+computed with it. They take only positions of blocks that the sequence has, and what is wrong of them is never
+`computed`: its K and V are written over by the tokens that come instead.
+
 A decoding sequence that needs a block draws it from the replica's reserve. When the reserve is empty it skips steps;
 once one has starved for `starve_s`, the latest arrival is preempted. The earliest never is: it waits for what others
 leave.
@@ -18,9 +22,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from bifolio.protos.messages import BlockId, Generation, TokenLogprobs
 
+from .drafts import Lookup, RowCost, worth
 from .sequence import (
     Add,
     Closed,
@@ -34,14 +40,19 @@ from .sequence import (
 )
 
 Draw = Callable[[Generation, int], tuple[BlockId, ...] | None]
+Choice = tuple[int, TokenLogprobs | None]  # a token, and its logprobs if the request asks for them
+
+MOST_ROWS = 64  # of logits in a step with drafts: start-up has seen as many, when it scored a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`count` tokens of a sequence from position `sequence.computed` on. A decode token is a chunk of one."""
+    """`count` tokens of a sequence from position `sequence.computed` on. A decode token is a chunk of one, and may have
+    a draft behind it, which does not count."""
 
     sequence: Sequence
     count: int
+    draft: tuple[int, ...] = ()
 
     @property
     def completes(self) -> bool:
@@ -65,7 +76,9 @@ class Step:
 class Outcome:
     """What computing a step has brought, by sequence."""
 
-    sampled: dict[Generation, tuple[int, TokenLogprobs | None]]  # of each that samples and ends its chunk complete
+    sampled: dict[
+        Generation, list[Choice]
+    ]  # of each that samples and ends its chunk complete: one, and more by a draft
     logits: dict[Generation, bytes] = field(default_factory=dict)  # a row of each that is handed over
     scores: dict[Generation, list[TokenLogprobs]] = field(default_factory=dict)  # of the chunk's `targets`
 
@@ -81,6 +94,7 @@ class Scheduler:
         block_size: int,
         draw: Draw,
         starve_s: float = 0.25,
+        speculate: int = 0,
     ) -> None:
         assert max_batched_tokens >= max_sequences + block_size, "decode tokens would leave no room for a prompt chunk"
         self.max_batched_tokens = max_batched_tokens
@@ -88,6 +102,8 @@ class Scheduler:
         self.block_size = block_size
         self.draw = draw
         self.starve_s = starve_s
+        self.speculate = speculate  # guesses behind a decode token, at most; 0 makes none
+        self.row_cost = RowCost()  # of steps that only decode; whoever runs them tells it
         self.sequences: dict[Generation, Sequence] = {}
 
     def add(self, add: Add, now: float) -> None:
@@ -129,6 +145,8 @@ class Scheduler:
         gone = {c.generation for c in closed}
         decode = [Chunk(s, 1) for s in fed if s.generation not in gone]
         prompts = [s for s in ordered if s.left and not s.first_sampled and s.generation not in gone]
+        if self.speculate and decode and not prompts:
+            decode = self._with_drafts(decode)
         chunks = [*decode, *self._prompt_chunks(prompts, self.max_batched_tokens - len(decode))]
         for chunk in chunks:
             assert chunk.sequence.computed >= chunk.sequence.cached, "a block that others may share would be written"
@@ -146,6 +164,24 @@ class Scheduler:
             sequence.blocks.extend(drawn)
         sequence.starved_since = None
         return True
+
+    def _with_drafts(self, decode: list[Chunk]) -> list[Chunk]:
+        """With as many guesses as are worth their time."""
+        odds = []
+        for sequence in (chunk.sequence for chunk in decode):
+            if sequence.lookup is None:
+                sequence.lookup = Lookup()
+            sequence.lookup.follow(sequence.tokens)
+            odds.append(sequence.lookup.odds(self._most_guesses(sequence)))
+        most = min(self.max_batched_tokens, max(MOST_ROWS, len(decode)))
+        counts = worth(odds, len(decode), most, self.row_cost.share)
+        return [Chunk(c.sequence, c.count, draft_of(c.sequence, n)) for c, n in zip(decode, counts, strict=True)]
+
+    def _most_guesses(self, sequence: Sequence) -> int:
+        """Where its blocks end; and one more token comes than guesses are right, but not more than it may have."""
+        assert sequence.sampling is not None
+        room = len(sequence.blocks) * self.block_size - sequence.computed - 1
+        return max(0, min(self.speculate, room, sequence.sampling.max_tokens - sequence.generated - 1))
 
     def _preempt(self, ordered: list[Sequence], now: float) -> tuple[Closed, ...]:
         """Close the latest arrival once a sequence has starved too long; its blocks go to those who came before."""
@@ -191,7 +227,10 @@ class Scheduler:
                     events.extend(self._prefilled(sequence, outcome.logits[sequence.generation]))
         for sequence in [*(c.sequence for c in step.chunks), *step.handed]:
             if sequence.generation in outcome.sampled:
-                events.extend(self._sampled(sequence, *outcome.sampled[sequence.generation]))
+                choices = outcome.sampled[sequence.generation]
+                sequence.computed += len(choices) - 1  # guesses that were right; what else was drafted never counts
+                for choice in choices:
+                    events.extend(self._sampled(sequence, *choice))
         return events
 
     def _prefilled(self, sequence: Sequence, logits: bytes) -> list[Event]:
@@ -210,6 +249,18 @@ class Scheduler:
     def _finished(self, sequence: Sequence) -> list[Event]:
         closed = self.close(sequence.generation, "finished")
         return [closed] if closed else []
+
+
+def draft_of(sequence: Sequence, count: int) -> tuple[int, ...]:
+    """What the sequence is guessed to go on with. No stop id: behind one nothing comes, so none is ever a guess that
+    was right, and the last token of an answer is always one that was sampled."""
+    if not count:
+        return ()
+    assert sequence.lookup is not None
+    assert sequence.sampling is not None
+    guessed = sequence.lookup.guess(sequence.tokens, count)
+    stops = sequence.sampling.stop_token_ids
+    return tuple(takewhile(lambda token: token not in stops, guessed))
 
 
 def _prefill_times(sequence: Sequence) -> tuple[float, float]:

@@ -21,6 +21,8 @@ from typing import Literal
 
 from bifolio.protos.messages import BlockId, FinishReason, Generation, Sampling, TokenLogprobs
 
+from .drafts import Lookup
+
 CloseReason = Literal["finished", "aborted", "preempted", "failed"]
 
 
@@ -114,6 +116,7 @@ class Sequence:
     prefilled: float | None = None
     starved_since: float | None = None
     first_sampled: bool = field(default=False)
+    lookup: Lookup | None = None  # what it may go on with; made with its first draft
 
     @property
     def left(self) -> int:

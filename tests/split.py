@@ -218,7 +218,8 @@ class Watch:
     def _watched(self, rows: Sequence[Row]) -> Output:
         output = self._compute(rows)
         self.positions += sum(len(row.tokens) for row in rows)
-        ends = [row.start + len(row.tokens) for row in rows if row.want_logits]
+        lasts = [(row.start + len(row.tokens), row.drafted) for row in rows if row.want_logits]
+        ends = [end - behind for end, drafted in lasts for behind in range(drafted, -1, -1)]
         self.logits.update((end, line.numpy().tobytes()) for end, line in zip(ends, output.logits, strict=True))
         return output
 
@@ -235,10 +236,13 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     """Every prompt is prefilled on a replica of its own, unless `kv` says otherwise, or not `split`: there is none.
 
-    `on` another device than the CPU: both replicas start, and move their blocks, as on a GPU of that name.
+    `on` another device than the CPU: both replicas start, and move their blocks, as on a GPU of that name. There are no
+    drafts unless asked for, so that each token is one position computed.
     """
     kv = kv or config(split)
-    spec = ReplicaSpec(model, dtype, None, EngineConfig(device="cpu", **engine), kv, ("none", "none"))
+    spec = ReplicaSpec(
+        model, dtype, None, EngineConfig(device="cpu", **{"speculate": 0, **engine}), kv, ("none", "none")
+    )
     loaded = load_model(spec) if on is None else replace(load_model(spec), device=on)
     ledger, loop = Ledger(1, kv), asyncio.get_running_loop()
 

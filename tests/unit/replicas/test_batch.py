@@ -37,6 +37,11 @@ def test_targets_name_the_rows_that_are_scored() -> None:
     assert batch.logit_rows.tolist() == [3, 5, 6]
 
 
+def test_of_a_draft_all_logits_are_wanted_and_of_the_token_before_it() -> None:
+    rows = [Row([5, 6, 7], 7, [4, 9], drafted=2), Row([8, 1], 0, [2]), Row([1, 2, 3], 0, [6], drafted=1)]
+    assert build_batch(rows, 8).logit_rows.tolist() == [0, 1, 2, 4, 6, 7]
+
+
 def test_slots_of_a_large_cache_pass_32_bits() -> None:
     assert build_batch([Row([1], 0, [2**30])], 16).slots.tolist() == [2**34]
 
@@ -53,3 +58,5 @@ def test_rows_that_cannot_be_computed_are_our_bug() -> None:
         build_batch([Row([1, 2], 7, [1])], 8)
     with pytest.raises(AssertionError, match="targets go past"):
         build_batch([Row([1, 2], 0, [1], targets=[2, 3, 4])], 8)
+    with pytest.raises(AssertionError, match="draft of nothing"):
+        build_batch([Row([1, 2], 0, [1], drafted=2)], 8)

@@ -123,8 +123,9 @@ CHUNK, TOKEN = Row([1, 2], 0, [1]), Row([3], 5, [2])
         [TOKEN, CHUNK],
         [TOKEN, replace(TOKEN, want_logits=False)],
         [TOKEN, replace(TOKEN, targets=[4])],
+        [replace(CHUNK, drafted=1), replace(CHUNK, want_logits=False)],
     ],
-    ids=["nothing", "too many", "a chunk", "no logits", "scores"],
+    ids=["nothing", "too many", "a chunk", "no logits", "scores", "a draft"],
 )
 def test_other_steps_are_left_to_who_computes_them_eagerly(llama: Llama, rows: list[Row]) -> None:
     recorder = Counting()

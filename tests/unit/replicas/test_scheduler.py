@@ -1,6 +1,7 @@
 """Scheduling decisions, one claim a test: no model, no clock."""
 
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -54,10 +55,13 @@ def add(
 
 
 def play(s: Scheduler, now: float = 0.0, token: int = 7) -> tuple[Step, list[Event]]:
-    """One step in which every sequence that samples gets `token`."""
+    """One step in which every sequence that samples gets `token`, again and again where that was guessed."""
     step = s.schedule(now)
+    for c in step.chunks:
+        assert c.sequence.computed + c.count + len(c.draft) <= len(c.sequence.blocks) * P
     ready = [c.sequence for c in step.chunks if c.completes] + list(step.handed)
-    sampled = {q.generation: (token, None) for q in ready if q.sampling}
+    right = {c.sequence.generation: len(list(takewhile(token.__eq__, c.draft))) for c in step.chunks}
+    sampled = {q.generation: [(token, None)] * (1 + right.get(q.generation, 0)) for q in ready if q.sampling}
     logits = {q.generation: b"row!" for q in ready if not q.sampling}
     scores = {c.sequence.generation: [TokenLogprobs(t, -1.0) for t in c.sequence.targets(c.count)] for c in step.chunks}
     return step, [*step.closed, *s.record(step, Outcome(sampled, logits, scores), now)]
@@ -248,25 +252,30 @@ def test_queue_and_prefill_times_are_measured_from_add_and_first_chunk():
     st.lists(st.tuples(st.integers(1, 300), st.integers(0, 40)), min_size=1, max_size=8),
     st.integers(24, 200),
     st.integers(3, 12),
+    st.sampled_from((0, 4, 63)),
 )
-def test_every_sequence_ends_and_no_step_exceeds_its_budget(requests, budget, blocks):
+def test_every_sequence_ends_and_no_step_exceeds_its_budget(requests, budget, blocks, speculate):
     """With a reserve that suffices for the growth of one: 40 tokens take 3 blocks."""
     reserve = Reserve(blocks)
-    s = Scheduler(max_batched_tokens=budget, max_sequences=8, block_size=P, draw=reserve.draw, starve_s=0.25)
+    s = scheduler(budget=budget)
+    s.draw, s.speculate, said = reserve.draw, speculate, dict.fromkeys(range(1, len(requests) + 1), 0)
     drawn: dict[int, set[BlockId]] = {}
     for i, (tokens, most) in enumerate(requests, 1):
         s.add(add(i, tokens, most=most), 0.0)
     ended: set[int] = set()
     for tick in range(2000):
         step, events = play(s, tick * 0.1)
-        assert sum(c.count for c in step.chunks) <= budget
+        assert sum(c.count + len(c.draft) for c in step.chunks) <= budget
         for chunk in step.chunks:
             sequence = chunk.sequence
-            assert sequence.computed <= len(sequence.blocks) * P
+            assert sequence.computed <= min(len(sequence.tokens), len(sequence.blocks) * P)
             drawn[sequence.generation.counter] = {b for b in sequence.blocks if b >= 1000}
         for event in events:
             if isinstance(event, Closed):
                 reserve.left += drawn.pop(event.generation.counter, ())
+            elif isinstance(event, Sampled):
+                said[event.generation.counter] += 1
+                assert said[event.generation.counter] <= requests[event.generation.counter - 1][1]
         ended |= {e.generation.counter for e in events if isinstance(e, Closed | Prefilled)}
         if len(ended) == len(requests):
             return

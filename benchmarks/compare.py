@@ -1,0 +1,278 @@
+#!/usr/bin/env python3
+"""Us and other engines, in turns on the same cores, with the same weights and prompts.
+
+    benchmarks/compare.sh [--quick] [--only steady] [--engines bifolio,vllm] [--rounds 3] [--append] [--report]
+
+memory   how fast memory is read, and the step time that it alone would allow
+steady   tokens a second of 1, 8, 16 and 32 streams that decode, both cores, one replica
+mixed    8 streams, by turns without and with a prompt of 1,600 tokens every few seconds
+goodput  two recorded traces at several speeds: the share of requests that keep the SLO
+
+Each part starts its engines, warms them up, and then measures round by round, each engine once in every round, in an
+order that turns. Only one computes at a time: other engines are stopped (SIGSTOP) while it is not their turn, ours
+stays as it is, and what it takes when idle is printed. Medians of rounds, ratios round by round. Everything is kept in
+a JSON file, to which --append adds rounds, and from which --report makes tables, plots and docs again. Ctrl-C shows
+what there is. compare.sh makes the peers' environments; an engine that is not there, or does not start, is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.append(os.path.dirname(__file__))
+import compare_show
+import measure
+from compare_engines import MODEL, Engine, Server, Skipped, Where, engines, family, serving
+from compare_load import Door, Recorded, mixed_point, steady_point, trace_point
+from compare_memory import bandwidth
+from compare_parts import GOODPUT, MIXED, MOST, PARTS, SLO, STEADY, Size, full, quick
+from compare_weights import hf_directory
+from load import uvloop_runner
+from load_text import ROOT, Book, InputError, open_book
+
+from bifolio.cluster import models
+
+Point = dict[str, Any]
+Measure = Callable[[Door], Coroutine[Any, Any, Point]]
+DATA = Path("shared/data/traces")
+
+
+class Comparison:
+    """What has been measured, and the servers that are up."""
+
+    def __init__(self, args: argparse.Namespace, book: Book, where: Where, size: Size) -> None:
+        self._args, self._book, self._where, self._size = args, book, where, size
+        self._runner = uvloop_runner()
+        self._all = engines(where)
+        self.file: Path = args.json
+        kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.results = {"machine": measure.machine("auto"), "cores": where.cores, "engines": {}, "memory": {}} | kept
+        self.results["points"] = [
+            point for point in kept.get("points", []) if args.append or point["part"] not in args.parts
+        ]
+
+    def run(self) -> None:
+        for part in self._args.parts:
+            {"memory": self._memory, "steady": self._steady, "mixed": self._mixed, "goodput": self._goodput}[part]()
+
+    def _memory(self) -> None:
+        cores = len(self._where.cores)
+        for threads in sorted({1, cores}):
+            self.results["memory"][str(threads)] = found = bandwidth(threads)
+            say(f"memory, {threads} thread{'s' * (threads > 1)}: {found:.1f} GB/s")
+
+    def _steady(self) -> None:
+        size = self._size
+
+        def measured(streams: int, output: int, seed: int) -> Measure:
+            return lambda door: steady_point(self._book, door, streams, output, seed)
+
+        with self._servers(STEADY, measured(4, 32, -1)) as servers:
+            for turn, of_round in self._rounds("steady", servers):
+                for streams in size.streams:
+                    for server in of_round:
+                        key = {"part": "steady", "round": turn, "streams": streams}
+                        self._take(server, key, measured(streams, size.output, turn * 100 + streams))
+
+    def _mixed(self) -> None:
+        size, every = self._size, self._args.long_every
+
+        def measured(seed: int) -> Measure:
+            return lambda door: mixed_point(
+                self._book, door, long_every=every, seconds=size.phase, phases=size.phases, seed=seed
+            )
+
+        with self._servers(MIXED, self._warm_up) as servers:
+            for turn, of_round in self._rounds("mixed", servers):
+                for server in of_round:
+                    self._take(server, {"part": "mixed", "round": turn, "long_every": every}, measured(1000 + turn))
+
+    def _goodput(self) -> None:
+        size = self._size
+        traces = [each for each in recorded(self._args.traces) if each.path.exists()]
+        if not traces:
+            say(f"goodput: skipped, no traces in {self._args.traces}; --traces says where they are")
+            return
+
+        def measured(of: Recorded, scale: float, seed: int) -> Measure:
+            return lambda door: trace_point(
+                self._book, door, of, scale=scale, seconds=size.trace_seconds, context=MOST, slo=SLO, seed=seed
+            )
+
+        with self._servers(GOODPUT, self._warm_up) as servers:
+            for turn, of_round in self._rounds("goodput", servers):
+                for of in traces:
+                    for scale, server in itertools.product(size.scales.get(of.name, ()), of_round):
+                        key = {"part": "goodput", "round": turn, "trace": of.name, "scale": scale}
+                        self._take(server, key, measured(of, scale, turn))
+
+    async def _warm_up(self, door: Door) -> Point:
+        return await steady_point(self._book, door, 4, 16, -1)
+
+    @contextmanager
+    def _servers(self, wanted: Sequence[str], warm_up: Measure) -> Iterator[list[Server]]:
+        chosen = [name for name in wanted if self._args.engines is None or name in self._args.engines]
+        with ExitStack() as stack:
+            servers = []
+            for name in chosen:
+                say(f"{name}: starts")
+                if name not in self._all:
+                    say(f"{name}: SKIPPED, it is not there")
+                    continue
+                try:
+                    server = stack.enter_context(serving(self._all[name], self._where))
+                    stack.callback(_go_on, server)
+                    self._runner.run(warm_up(_door(server)))
+                except Skipped as error:
+                    say(f"{name}: SKIPPED, {error}")
+                    self.results["engines"][name] = described(self._all[name]) | {"skipped": str(error)}
+                    continue
+                servers.append(server)
+                _stand_still(server)
+                self.results["engines"][name] = described(server.engine) | {"version": server.engine.version()}
+            before = [server.cpu_seconds() for server in servers]
+            time.sleep(3.0)
+            for server, seconds in zip(servers, before, strict=True):
+                idle, resident = (server.cpu_seconds() - seconds) / 3.0, server.resident()
+                self.results["engines"][server.engine.name] |= {"idle_share": idle, "resident_mb": resident}
+                say(f"{server.engine.name}: idle it takes {idle:.1%} of a core; resident {resident:,.0f} MB")
+            yield servers
+
+    def _rounds(self, part: str, servers: list[Server]) -> Iterator[tuple[int, list[Server]]]:
+        first = 1 + max((point["round"] for point in self.results["points"] if point["part"] == part), default=-1)
+        for turn in range(first, first + self._args.rounds.get(part, self._size.rounds)):
+            say(f"{part}: round {turn + 1}")
+            shift = turn % max(1, len(servers))
+            yield turn, servers[shift:] + servers[:shift]
+
+    def _take(self, server: Server, key: Point, measured: Measure) -> None:
+        _go_on(server)
+        cpu, began = server.cpu_seconds(), time.monotonic()
+        try:
+            found = self._runner.run(measured(_door(server)))
+        finally:
+            _stand_still(server)
+        seconds = time.monotonic() - began
+        point = key | {"engine": server.engine.name} | found
+        point |= {"seconds": seconds, "cpu_share": (server.cpu_seconds() - cpu) / seconds}
+        self.results["points"].append(point)
+        say(compare_show.line(point))
+        self.save()
+
+    def save(self) -> None:
+        self.results["time"] = time.strftime("%Y-%m-%d", time.gmtime())
+        measure.write_json(self.file, self.results)
+
+
+def described(engine: Engine) -> dict[str, Any]:
+    """As a reader can repeat it: without this machine's paths."""
+
+    def short(part: str) -> str:
+        return Path(part).name if part.startswith("/") else part
+
+    command = " ".join(short(part) for part in engine.command.split())
+    return {
+        "what": engine.what,
+        "command": command.replace("python3.11", "python"),
+        "environment": engine.environment,
+        "binding": engine.binding,
+        "config": engine.config,
+    }
+
+
+def _door(server: Server) -> Door:
+    return Door(server.url, MODEL, server.engine.vllm)
+
+
+def _stand_still(server: Server) -> None:
+    _signal(server, signal.SIGSTOP)
+
+
+def _go_on(server: Server) -> None:
+    _signal(server, signal.SIGCONT)
+
+
+def _signal(server: Server, which: signal.Signals) -> None:
+    if server.engine.config is None:  # ours has clocks that would take a stop for a loss
+        for pid in family(server.process.pid):
+            try:
+                os.kill(pid, which)
+            except ProcessLookupError:
+                pass
+
+
+def recorded(folder: Path) -> list[Recorded]:
+    return [
+        Recorded("conversation", folder / "mooncake_conversation.jsonl.gz", 32, True),
+        Recorded("azure", folder / "azure2023_conv.csv.gz", 4, False),
+    ]
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    args = parser().parse_args()
+    args.parts = args.only or list(PARTS)
+    size = quick() if args.quick else full()
+    args.rounds = dict.fromkeys(PARTS, args.rounds) if args.rounds else {}
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.json = args.out / "results.json"
+    if not args.report:
+        where = Where(args.peers.resolve(), args.out.resolve(), tuple(sorted(os.sched_getaffinity(0))))
+        try:
+            gguf = models.resolve(MODEL)
+            hf_directory(gguf, where.hf)
+            book, _ = open_book(args.text, gguf)
+        except (InputError, Exception) as error:
+            print(f"compare.py: {error}", file=sys.stderr)
+            return 2
+        comparison = Comparison(args, book, where, size)
+        try:
+            comparison.run()
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            say("interrupted: what there is so far")
+        comparison.save()
+    results = json.loads(args.json.read_text())
+    compare_show.show(results)
+    if args.report or not args.quick:
+        import compare_plots
+
+        compare_plots.draw(results, args.images)
+        compare_show.write_section(args.docs, results, args.images)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    made.add_argument("--quick", action="store_true", help="fewer points, one round; docs stay as they are")
+    made.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
+    made.add_argument("--engines", type=lambda text: text.split(","), metavar="LIST", help="names, with commas")
+    made.add_argument("--rounds", type=int, metavar="N", help="of each part")
+    made.add_argument("--long-every", type=float, default=3.0, metavar="SECONDS", help="default: %(default)s")
+    made.add_argument("--append", action="store_true", help="add rounds to those that the JSON has")
+    made.add_argument("--report", action="store_true", help="measure nothing: tables, plots and docs from the JSON")
+    made.add_argument("--peers", type=Path, default=Path("build/peers"), metavar="DIR", help="default: %(default)s")
+    made.add_argument("--out", type=Path, default=Path("build/compare"), metavar="DIR", help="JSON, logs, configs")
+    made.add_argument("--text", type=Path, metavar="FILE", help="as load.py has it")
+    inside = next((each for each in (ROOT / DATA, ROOT.parent / DATA) if each.exists()), ROOT / DATA)
+    made.add_argument("--traces", type=Path, default=inside, metavar="DIR")
+    made.add_argument("--docs", type=Path, default=ROOT / "docs" / "performance.md", metavar="FILE")
+    made.add_argument("--images", type=Path, default=ROOT / "docs" / "images", metavar="DIR")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""How large a comparison is: which engines each part has, at which points, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from load_figures import Slo
+
+PARTS = ("memory", "steady", "mixed", "goodput")
+STEADY = ("bifolio", "bifolio int8", "vllm", "vllm zen", "vllm float32", "vllm float32 zen", "vllm installed")
+STEADY += ("llama.cpp", "transformers")
+MIXED = ("bifolio auto", "bifolio", "vllm", "vllm installed", "llama.cpp")
+GOODPUT = ("bifolio split", "bifolio", "bifolio auto", "vllm")
+SLO = Slo(ttft=3.0, itl=0.25)
+MOST = 2000  # tokens of a trace's request, prompt and output; longer ones are left out
+BREAKS = 0.9  # a load is kept while this share of the requests is good
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    rounds: int
+    streams: tuple[int, ...]
+    output: int  # tokens of a steady stream
+    phase: float  # seconds of the mixed load's phases
+    phases: int
+    trace_seconds: float
+    scales: Mapping[str, tuple[float, ...]]  # of each trace: how many times its clock is slowed
+
+
+def full() -> Size:
+    scales = {"conversation": (24.0, 12.0, 6.0), "azure": (32.0, 16.0, 8.0)}
+    return Size(3, (1, 8, 16, 32), 96, 15.0, 2, 40.0, scales)
+
+
+def quick() -> Size:
+    return Size(1, (1, 8, 32), 48, 9.0, 2, 24.0, {"conversation": (12.0,)})

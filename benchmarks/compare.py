@@ -122,21 +122,26 @@ class Comparison:
 
     @contextmanager
     def _servers(self, wanted: Sequence[str], warm_up: Measure) -> Iterator[list[Server]]:
-        chosen = [name for name in wanted if self._args.engines is None or name in self._args.engines]
+        asked = self._args.engines
         with ExitStack() as stack:
             servers = []
-            for name in chosen:
-                say(f"{name}: starts")
-                if name not in self._all:
-                    say(f"{name}: SKIPPED, it is not there")
-                    continue
+            for name in asked or wanted:
                 try:
-                    server = stack.enter_context(serving(self._all[name], self._where))
+                    engine = self._all.get(name)
+                    if engine is None:
+                        raise Skipped(f"there is no such engine; there are {', '.join(self._all)}")
+                    if engine.slow and not asked:
+                        raise Skipped(f"{engine.slow}; --engines takes it all the same")
+                    say(f"{name}: starts")
+                    server = stack.enter_context(serving(engine, self._where))
                     stack.callback(_go_on, server)
-                    self._runner.run(warm_up(_door(server)))
+                    warm = self._runner.run(warm_up(_door(server)))
+                    if warm["failed"]:
+                        raise Skipped(f"its first requests failed: {warm['errors']}")
                 except Skipped as error:
                     say(f"{name}: SKIPPED, {error}")
-                    self.results["engines"][name] = described(self._all[name]) | {"skipped": str(error)}
+                    if engine is not None:
+                        self.results["engines"].setdefault(name, described(engine) | {"skipped": str(error)})
                     continue
                 servers.append(server)
                 _stand_still(server)

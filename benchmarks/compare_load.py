@@ -27,14 +27,14 @@ OVERTIME = 8.0  # seconds after a plan's last arrival in which what is under way
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where to ask, and whether the server knows ignore_eos."""
+    """Where to ask, and whether the server knows vLLM's options and stream_options."""
 
     url: str
     model: str
     vllm: bool = True
 
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.url, self.model, vllm=self.vllm, timeout=120.0)
+        return Endpoint(self.url, self.model, vllm=self.vllm, usage=self.vllm, timeout=120.0)
 
 
 async def sent(plan: Plan, door: Door, limit: float | None = None) -> Run:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from load_figures import Slo
 
 PARTS = ("memory", "steady", "mixed", "goodput")
-STEADY = ("bifolio", "bifolio int8", "vllm", "vllm zen", "vllm float32", "vllm float32 zen", "vllm installed")
-STEADY += ("llama.cpp", "transformers")
+STEADY = ("bifolio", "bifolio int8", "vllm", "vllm installed", "llama.cpp", "transformers")
 MIXED = ("bifolio auto", "bifolio", "vllm", "vllm installed", "llama.cpp")
 GOODPUT = ("bifolio split", "bifolio", "bifolio auto", "vllm")
 SLO = Slo(ttft=3.0, itl=0.25)
@@ -34,4 +33,4 @@ def full() -> Size:
 
 
 def quick() -> Size:
-    return Size(1, (1, 8, 32), 48, 9.0, 2, 24.0, {"conversation": (12.0,)})
+    return Size(1, (1, 8, 16, 32), 48, 9.0, 2, 24.0, {"conversation": (12.0,)})

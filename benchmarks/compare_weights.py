@@ -49,7 +49,8 @@ def hf_directory(gguf: Path, to: Path) -> Path:
             **vocabulary.special_tokens,
         },
     )
-    _write(to / LAST, ids)
+    # Without an end: whoever cannot be asked to ignore it goes on all the same
+    _write(to / LAST, {name: id for name, id in ids.items() if not name.startswith("eos")})
     return to
 
 

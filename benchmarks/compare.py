@@ -156,7 +156,7 @@ class Comparison:
 
     def _rounds(self, part: str, servers: list[Server]) -> Iterator[tuple[int, list[Server]]]:
         first = 1 + max((point["round"] for point in self.results["points"] if point["part"] == part), default=-1)
-        for turn in range(first, first + self._args.rounds.get(part, self._size.rounds)):
+        for turn in range(first, first + (self._args.rounds or self._size.rounds[part])):
             say(f"{part}: round {turn + 1}")
             shift = turn % max(1, len(servers))
             yield turn, servers[shift:] + servers[:shift]
@@ -232,7 +232,6 @@ def main() -> int:
     args = parser().parse_args()
     args.parts = args.only or list(PARTS)
     size = quick() if args.quick else full()
-    args.rounds = dict.fromkeys(PARTS, args.rounds) if args.rounds else {}
     args.out.mkdir(parents=True, exist_ok=True)
     args.json = args.out / "results.json"
     if not args.report:

@@ -18,7 +18,7 @@ BREAKS = 0.9  # a load is kept while this share of the requests is good
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    rounds: int
+    rounds: Mapping[str, int]  # of each part
     streams: tuple[int, ...]
     output: int  # tokens of a steady stream
     phase: float  # seconds of the mixed load's phases
@@ -28,9 +28,11 @@ class Size:
 
 
 def full() -> Size:
-    scales = {"conversation": (24.0, 12.0, 6.0), "azure": (32.0, 16.0, 8.0)}
-    return Size(3, (1, 8, 16, 32), 96, 15.0, 2, 40.0, scales)
+    """Some 25 minutes with the servers' starts."""
+    scales = {"conversation": (8.0, 4.0, 2.0), "azure": (4.0, 2.0, 1.0)}
+    return Size({"steady": 3, "mixed": 2, "goodput": 1}, (1, 8, 16, 32), 96, 15.0, 2, 25.0, scales)
 
 
 def quick() -> Size:
-    return Size(1, (1, 8, 16, 32), 48, 9.0, 2, 24.0, {"conversation": (12.0,)})
+    """Some 6 minutes without them."""
+    return Size(dict.fromkeys(PARTS, 1), (1, 8, 16, 32), 48, 9.0, 2, 24.0, {"conversation": (4.0,)})

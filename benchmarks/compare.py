@@ -42,6 +42,7 @@ from load import uvloop_runner
 from load_text import ROOT, Book, InputError, open_book
 
 from bifolio.cluster import models
+from bifolio.kernels import use
 
 Point = dict[str, Any]
 Measure = Callable[[Door], Coroutine[Any, Any, Point]]
@@ -57,7 +58,8 @@ class Comparison:
         self._all = engines(where)
         self.file: Path = args.json
         kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
-        self.results = {"machine": measure.machine("auto"), "cores": where.cores, "engines": {}, "memory": {}} | kept
+        facts = {"machine": measure.machine(use("auto")), "cores": where.cores}
+        self.results: dict[str, Any] = {"engines": {}, "memory": {}} | kept | facts
         self.results["points"] = [
             point for point in kept.get("points", []) if args.append or point["part"] not in args.parts
         ]
@@ -186,10 +188,10 @@ def described(engine: Engine) -> dict[str, Any]:
     def short(part: str) -> str:
         return Path(part).name if part.startswith("/") else part
 
-    command = " ".join(short(part) for part in engine.command.split())
+    command = " ".join(short(part) for part in engine.command.replace("-m bifolio.cluster.cli", "bifolio").split())
     return {
         "what": engine.what,
-        "command": command.replace("python3.11", "python"),
+        "command": command[command.find("bifolio") :] if engine.config is not None else command,
         "environment": engine.environment,
         "binding": engine.binding,
         "config": engine.config,

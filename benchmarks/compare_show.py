@@ -230,11 +230,14 @@ _GOODPUT = (
 
 
 def _flags(results: Results) -> str:
+    """How each was started, as a block of a shell's lines."""
     lines = []
     for name, of in results["engines"].items():
-        variables = " ".join(f"{key}={value}" for key, value in of["environment"].items())
-        config = f"    # {json.dumps(of['config'])}" if of["config"] else ""
-        lines.append(f"    {variables + ' ' if variables else ''}{of['command']}{config}  # {name}")
+        variables = "".join(f"{key}={value} " for key, value in of["environment"].items() if key.startswith("VLLM_CPU"))
+        command = of["command"].replace("{config}", f"<(echo '{json.dumps(of['config'])}')")
+        for port in (" --http-port {port}", " --grpc-port {port2}", " --port {port}", " --host 127.0.0.1"):
+            command = command.replace(port, "")
+        lines += [f"    # {name}", f"    {variables}{command}"]
     return "\n".join(lines)
 
 

@@ -197,6 +197,7 @@ def section(results: Results, images: str) -> str:
         "time, in turns, round by round. Medians of the rounds; ratios are medians of the rounds' own.",
         engines_sheet(results).markdown(),
         _flags(results),
+        _TUNED,
     ]
     if results["memory"]:
         parts += ["### Memory", memory_sheet(results).markdown()]
@@ -214,6 +215,12 @@ def section(results: Results, images: str) -> str:
     return "\n\n".join(parts)
 
 
+_TUNED = (
+    "vLLM is tuned to the dtype that the CPU has instructions for (float32 without AVX512-BF16, where oneDNN has no "
+    "bfloat16 linears and torch's own are several times slower), chunks of 256 tokens, a thread for each core, no "
+    "prefix cache. `--engines 'vllm,vllm not bound,vllm one core less'` compares other bindings; AMD's zentorch is "
+    "taken by vLLM where an AMD CPU has AVX512. Engines other than ours are stopped while it is not their turn."
+)
 _STEADY = (
     "Streams of 64 tokens in that begin together; the rate is that of all streams from when the last one has its first "
     "token until the first one ends. Both cores, one replica."

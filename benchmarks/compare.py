@@ -198,6 +198,12 @@ def described(engine: Engine) -> dict[str, Any]:
     }
 
 
+def _once(number: int, frame: object) -> None:
+    """A second Ctrl-C would leave servers behind that the first one is stopping."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _door(server: Server) -> Door:
     return Door(server.url, MODEL, server.engine.vllm)
 
@@ -245,6 +251,7 @@ def main() -> int:
         except (InputError, Exception) as error:
             print(f"compare.py: {error}", file=sys.stderr)
             return 2
+        signal.signal(signal.SIGINT, _once)
         comparison = Comparison(args, book, where, size)
         try:
             comparison.run()

@@ -126,13 +126,14 @@ def _vllms(where: Where) -> Iterator[Engine]:
     )
     dtype, other = ("bfloat16", "float32") if fast else ("float32", "bfloat16")
 
-    def tried(name: str, of: str, what: str = "", binding: str = cores, **more: str) -> Engine:
-        environment = tuned | {"VLLM_CPU_OMP_THREADS_BIND": binding} | more
-        command, why = f"{base} {flags} --dtype {of}", slow if of == "bfloat16" else ""
+    def tried(name: str, of: str, what: str = "", binding: str = cores, more: str = "", **variables: str) -> Engine:
+        environment = tuned | {"VLLM_CPU_OMP_THREADS_BIND": binding} | variables
+        command, why = f"{base} {flags} --dtype {of}{more}", slow if of == "bfloat16" else ""
         return Engine(name, f"tuned by hand, {of}{what}", command, environment, binding, None, version, why)
 
     yield tried("vllm", dtype)
     yield tried(f"vllm {other}", other)
+    yield tried("vllm eager", dtype, ", not compiled", more=" --enforce-eager")
     yield tried("vllm not bound", dtype, ", threads not bound", "nobind", OMP_NUM_THREADS=f"{len(where.cores)}")
     yield tried("vllm one core less", dtype, ", a core left free", f"{where.cores[-1]}")
     if (zen := where.peers / "zentorch").is_dir():

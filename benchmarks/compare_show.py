@@ -218,8 +218,9 @@ def section(results: Results, images: str) -> str:
 _TUNED = (
     "vLLM is tuned to the dtype that the CPU has instructions for (float32 without AVX512-BF16, where oneDNN has no "
     "bfloat16 linears and torch's own are several times slower), chunks of 256 tokens, a thread for each core, no "
-    "prefix cache. `--engines 'vllm,vllm not bound,vllm one core less'` compares other bindings; AMD's zentorch is "
-    "taken by vLLM where an AMD CPU has AVX512. Engines other than ours are stopped while it is not their turn."
+    "prefix cache. `--engines 'vllm,vllm eager,vllm not bound,vllm one core less'` compares other settings; AMD's "
+    "zentorch is taken by vLLM where an AMD CPU has AVX512. Engines other than ours are stopped while it is not their "
+    "turn."
 )
 _STEADY = (
     "Streams of 64 tokens in that begin together; the rate is that of all streams from when the last one has its first "

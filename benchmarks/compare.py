@@ -56,6 +56,8 @@ class Comparison:
         self._args, self._book, self._where, self._size = args, book, where, size
         self._runner = uvloop_runner()
         self._all = engines(where)
+        self._stack = ExitStack()
+        self._up: dict[str, Server] = {}  # those that stay up from part to part: they take no time when stopped
         self.file: Path = args.json
         kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         facts = {"machine": measure.machine(use("auto")), "cores": where.cores}
@@ -65,8 +67,10 @@ class Comparison:
         ]
 
     def run(self) -> None:
-        for part in self._args.parts:
-            {"memory": self._memory, "steady": self._steady, "mixed": self._mixed, "goodput": self._goodput}[part]()
+        parts = {"memory": self._memory, "steady": self._steady, "mixed": self._mixed, "goodput": self._goodput}
+        with self._stack:
+            for part in self._args.parts:
+                parts[part]()
 
     def _memory(self) -> None:
         cores = len(self._where.cores)
@@ -127,16 +131,20 @@ class Comparison:
         asked = self._args.engines
         with ExitStack() as stack:
             servers = []
-            for name in asked or wanted:
+            for name in [each for each in asked or wanted if each in wanted or each not in STEADY + MIXED + GOODPUT]:
                 try:
                     engine = self._all.get(name)
                     if engine is None:
                         raise Skipped(f"there is no such engine; there are {', '.join(self._all)}")
                     if engine.slow and not asked:
                         raise Skipped(f"{engine.slow}; --engines takes it all the same")
+                    if name in self._up:
+                        servers.append(self._up[name])
+                        continue
                     say(f"{name}: starts")
-                    server = stack.enter_context(serving(engine, self._where))
-                    stack.callback(_go_on, server)
+                    until = stack if engine.config is not None else self._stack
+                    server = until.enter_context(serving(engine, self._where))
+                    until.callback(_go_on, server)
                     warm = self._runner.run(warm_up(_door(server)))
                     if warm["failed"]:
                         raise Skipped(f"its first requests failed: {warm['errors']}")
@@ -146,6 +154,8 @@ class Comparison:
                         self.results["engines"].setdefault(name, described(engine) | {"skipped": str(error)})
                     continue
                 servers.append(server)
+                if engine.config is None:
+                    self._up[name] = server
                 _stand_still(server)
                 self.results["engines"][name] = described(server.engine) | {"version": server.engine.version()}
             before = [server.cpu_seconds() for server in servers]

@@ -8,25 +8,25 @@ steady   tokens a second of 1, 8, 16 and 32 streams that decode, both cores, one
 mixed    8 streams, by turns without and with a prompt of 1,600 tokens every few seconds
 goodput  two recorded traces at several speeds: the share of requests that keep the SLO
 
-Each part starts its engines, warms them up, and then measures round by round, each engine once in every round, in an
-order that turns. Only one computes at a time: other engines are stopped (SIGSTOP) while it is not their turn, ours
-stays as it is, and what it takes when idle is printed. Medians of rounds, ratios round by round. Everything is kept in
-a JSON file, to which --append adds rounds, and from which --report makes tables, plots and docs again. Ctrl-C shows
-what there is. compare.sh makes the peers' environments; an engine that is not there, or does not start, is skipped.
+Every part goes round by round; in a round each engine has one turn, in an order that turns, and measures its points.
+Only one is there to compute: ours is started for its turn and ended after it, as its clocks would take a stop for a
+loss; others stay up, stopped (SIGSTOP), because some take minutes to start. Medians of rounds, ratios round by round.
+Everything is kept in a JSON file, to which --append adds rounds, and from which --report makes tables, plots and docs
+again. Ctrl-C shows what there is. compare.sh makes the peers' environments; an engine that is not there, or does not
+start, is skipped.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ class Comparison:
         self._runner = uvloop_runner()
         self._all = engines(where)
         self._stack = ExitStack()
-        self._up: dict[str, Server] = {}  # those that stay up from part to part: they take no time when stopped
+        self._up: dict[str, Server] = {}  # those that are stopped between their turns
+        self._skipped: set[str] = set()
         self.file: Path = args.json
         kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         facts = {"machine": measure.machine(use("auto")), "cores": where.cores}
@@ -81,15 +82,12 @@ class Comparison:
     def _steady(self) -> None:
         size = self._size
 
-        def measured(streams: int, output: int, seed: int) -> Measure:
-            return lambda door: steady_point(self._book, door, streams, output, seed)
+        def measured(streams: int, seed: int) -> Measure:
+            return lambda door: steady_point(self._book, door, streams, size.output, seed)
 
-        with self._servers(STEADY, measured(4, 32, -1)) as servers:
-            for turn, of_round in self._rounds("steady", servers):
-                for streams in size.streams:
-                    for server in of_round:
-                        key = {"part": "steady", "round": turn, "streams": streams}
-                        self._take(server, key, measured(streams, size.output, turn * 100 + streams))
+        for turn, server in self._turns("steady", STEADY):
+            for streams in size.streams:
+                self._take(server, {"part": "steady", "round": turn, "streams": streams}, measured(streams, turn))
 
     def _mixed(self) -> None:
         size, every = self._size, self._args.long_every
@@ -99,10 +97,8 @@ class Comparison:
                 self._book, door, long_every=every, seconds=size.phase, phases=size.phases, seed=seed
             )
 
-        with self._servers(MIXED, self._warm_up) as servers:
-            for turn, of_round in self._rounds("mixed", servers):
-                for server in of_round:
-                    self._take(server, {"part": "mixed", "round": turn, "long_every": every}, measured(1000 + turn))
+        for turn, server in self._turns("mixed", MIXED):
+            self._take(server, {"part": "mixed", "round": turn, "long_every": every}, measured(1000 + turn))
 
     def _goodput(self) -> None:
         size = self._size
@@ -116,70 +112,68 @@ class Comparison:
                 self._book, door, of, scale=scale, seconds=size.trace_seconds, context=MOST, slo=SLO, seed=seed
             )
 
-        with self._servers(GOODPUT, self._warm_up) as servers:
-            for turn, of_round in self._rounds("goodput", servers):
-                for of in traces:
-                    for scale, server in itertools.product(size.scales.get(of.name, ()), of_round):
-                        key = {"part": "goodput", "round": turn, "trace": of.name, "scale": scale}
-                        self._take(server, key, measured(of, scale, turn))
+        for turn, server in self._turns("goodput", GOODPUT):
+            for of in traces:
+                for scale in size.scales.get(of.name, ()):
+                    key = {"part": "goodput", "round": turn, "trace": of.name, "scale": scale}
+                    self._take(server, key, measured(of, scale, turn))
 
-    async def _warm_up(self, door: Door) -> Point:
-        return await steady_point(self._book, door, 4, 16, -1)
-
-    @contextmanager
-    def _servers(self, wanted: Sequence[str], warm_up: Measure) -> Iterator[list[Server]]:
-        asked = self._args.engines
-        with ExitStack() as stack:
-            servers = []
-            for name in [each for each in asked or wanted if each in wanted or each not in STEADY + MIXED + GOODPUT]:
-                try:
-                    engine = self._all.get(name)
-                    if engine is None:
-                        raise Skipped(f"there is no such engine; there are {', '.join(self._all)}")
-                    if engine.slow and not asked:
-                        raise Skipped(f"{engine.slow}; --engines takes it all the same")
-                    if name in self._up:
-                        servers.append(self._up[name])
-                        continue
-                    say(f"{name}: starts")
-                    until = stack if engine.config is not None else self._stack
-                    server = until.enter_context(serving(engine, self._where))
-                    until.callback(_go_on, server)
-                    warm = self._runner.run(warm_up(_door(server)))
-                    if warm["failed"]:
-                        raise Skipped(f"its first requests failed: {warm['errors']}")
-                except Skipped as error:
-                    say(f"{name}: SKIPPED, {error}")
-                    if engine is not None:
-                        self.results["engines"].setdefault(name, described(engine) | {"skipped": str(error)})
-                    continue
-                servers.append(server)
-                if engine.config is None:
-                    self._up[name] = server
-                _stand_still(server)
-                self.results["engines"][name] = described(server.engine) | {"version": server.engine.version()}
-            before = [server.cpu_seconds() for server in servers]
-            time.sleep(3.0)
-            for server, seconds in zip(servers, before, strict=True):
-                idle, resident = (server.cpu_seconds() - seconds) / 3.0, server.resident()
-                self.results["engines"][server.engine.name] |= {"idle_share": idle, "resident_mb": resident}
-                say(f"{server.engine.name}: idle it takes {idle:.1%} of a core; resident {resident:,.0f} MB")
-            yield servers
-
-    def _rounds(self, part: str, servers: list[Server]) -> Iterator[tuple[int, list[Server]]]:
+    def _turns(self, part: str, wanted: Sequence[str]) -> Iterator[tuple[int, Server]]:
+        """Round by round each engine's turn, in an order that turns; what cannot be started once is not tried again."""
+        listed = {*STEADY, *MIXED, *GOODPUT}  # others have been asked for by name, for every part
+        names = [name for name in self._args.engines or wanted if name in wanted or name not in listed]
         first = 1 + max((point["round"] for point in self.results["points"] if point["part"] == part), default=-1)
         for turn in range(first, first + (self._args.rounds or self._size.rounds[part])):
             say(f"{part}: round {turn + 1}")
-            shift = turn % max(1, len(servers))
-            yield turn, servers[shift:] + servers[:shift]
+            shift = turn % max(1, len(names))
+            for name in names[shift:] + names[:shift]:
+                if name not in self._skipped:
+                    with ExitStack() as stack:
+                        if (server := self._start(name, stack)) is not None:
+                            yield turn, server
+
+    def _start(self, name: str, stack: ExitStack) -> Server | None:
+        """The engine, until the stack ends: then ours has ended, and others are stopped until their next turn."""
+        engine = self._all.get(name)
+        if (server := self._up.get(name)) is None:
+            try:
+                if engine is None:
+                    raise Skipped(f"there is no such engine; there are {', '.join(self._all)}")
+                if engine.slow and not self._args.engines:
+                    raise Skipped(f"{engine.slow}; --engines takes it all the same")
+                say(f"  {name} starts")
+                until = stack if engine.config is not None else self._stack
+                server = until.enter_context(serving(engine, self._where))
+                until.callback(_signal, server, signal.SIGCONT)
+                warm = self._runner.run(steady_point(self._book, Door(server.url, MODEL, engine.vllm), 4, 24, -1))
+                if warm["failed"]:
+                    raise Skipped(f"its first requests failed: {warm['errors']}")
+            except Skipped as error:
+                say(f"  {name}: SKIPPED, {error}")
+                self._skipped.add(name)
+                if engine is not None:
+                    self.results["engines"].setdefault(name, described(engine) | {"skipped": str(error)})
+                return None
+            self._look(server)
+            if engine.config is None:
+                self._up[name] = server
+        _signal(server, signal.SIGCONT)
+        if server.engine.config is None:
+            stack.callback(_signal, server, signal.SIGSTOP)
+        return server
+
+    def _look(self, server: Server) -> None:
+        """What it takes when it has nothing to do."""
+        time.sleep(1.0)
+        before = server.cpu_seconds()
+        time.sleep(3.0)
+        idle, resident = (server.cpu_seconds() - before) / 3.0, server.resident()
+        of = described(server.engine) | {"version": server.engine.version()}
+        self.results["engines"][server.engine.name] = of | {"idle_share": idle, "resident_mb": resident}
 
     def _take(self, server: Server, key: Point, measured: Measure) -> None:
-        _go_on(server)
         cpu, began = server.cpu_seconds(), time.monotonic()
-        try:
-            found = self._runner.run(measured(_door(server)))
-        finally:
-            _stand_still(server)
+        found = self._runner.run(measured(Door(server.url, MODEL, server.engine.vllm)))
         seconds = time.monotonic() - began
         point = key | {"engine": server.engine.name} | found
         point |= {"seconds": seconds, "cpu_share": (server.cpu_seconds() - cpu) / seconds}
@@ -214,25 +208,13 @@ def _once(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _door(server: Server) -> Door:
-    return Door(server.url, MODEL, server.engine.vllm)
-
-
-def _stand_still(server: Server) -> None:
-    _signal(server, signal.SIGSTOP)
-
-
-def _go_on(server: Server) -> None:
-    _signal(server, signal.SIGCONT)
-
-
 def _signal(server: Server, which: signal.Signals) -> None:
-    if server.engine.config is None:  # ours has clocks that would take a stop for a loss
-        for pid in family(server.process.pid):
-            try:
-                os.kill(pid, which)
-            except ProcessLookupError:
-                pass
+    """To it and all that it has started."""
+    for pid in family(server.process.pid):
+        try:
+            os.kill(pid, which)
+        except ProcessLookupError:
+            pass
 
 
 def recorded(folder: Path) -> list[Recorded]:

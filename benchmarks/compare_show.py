@@ -13,14 +13,13 @@ from typing import Any
 
 import measure
 from compare_memory import WEIGHTS
-from compare_parts import BREAKS, PARTS, SLO
+from compare_parts import BREAKS, SLO
 from rich.table import Table
 
 Point = dict[str, Any]
 Results = dict[str, Any]
 BEGIN, END = "<!-- compare.sh: begin -->", "<!-- compare.sh: end -->"
-TUNED, LLAMA = "vllm", "llama.cpp"
-PLOTS = ("steady", "mixed", "goodput")
+TUNED, LLAMA = ("vllm", "vllm eager"), "llama.cpp"  # the first one that was measured stands for vLLM
 COLUMNS: dict[str, Callable[[Point], float | None]] = {
     "p50 without, ms": lambda point: _ms(point["without"]["p50"]),
     "p99 without": lambda point: _ms(point["without"]["p99"]),
@@ -120,7 +119,7 @@ def mixed_sheets(results: Results) -> list[Sheet]:
     sheet = Sheet("8 streams, and a long prompt every few seconds", ("engine",), (*COLUMNS, "long answered"))
     for name in names(points):
         mine = [point for point in points if point["engine"] == name]
-        row = [_number(middle(value(point) for point in mine), 2 if "/" in c else None) for c, value in COLUMNS.items()]
+        row = [_number(middle(value(point) for point in mine), 2 if " / " in c else None) for c, value in COLUMNS.items()]
         long = f"{sum(p['long_answered'] for p in mine)} of {sum(p['long_sent'] for p in mine)}"
         sheet.rows.append([name, *row, long])
     columns = ("p50 with", "p99 with", "tok/s with", "long TTFT, ms")
@@ -130,6 +129,36 @@ def mixed_sheets(results: Results) -> list[Sheet]:
             each = [ratio(_rounds(points, ours, column), _rounds(points, theirs, column)) for column in columns]
             ratios.rows.append([f"{ours} / {theirs}", *(_number(value, 2) for value in each)])
     return [sheet, ratios]
+
+
+def bars(results: Results) -> list[str]:
+    """What we want of ourselves, and whether it was so."""
+    points, said = of_part(results, "steady"), []
+    for ours, other, wanted in (("bifolio", TUNED, 1.2), ("bifolio int8", TUNED, 1.5), ("bifolio", (LLAMA,), 1.0)):
+        theirs = next((name for name in other if name in names(points)), "")
+        for n in sorted({point["streams"] for point in points}):
+            value = ratio(steady_of(points, ours, n), steady_of(points, theirs, n))
+            said += _verdict(f"{n} streams, {ours} / {theirs}", value, wanted, at_least=True)
+    points, ours = of_part(results, "mixed"), "bifolio auto"
+    theirs = next((name for name in TUNED if name in names(points)), "")
+    mine = [point["p99_ratio"] for point in points if point["engine"] == ours]
+    said += _verdict(f"{ours}: p99 with / without long prompts", middle(mine), 1.25)
+    for column, wanted, at_least in (
+        ("p99 with", 0.55, False),
+        ("tok/s with", 1.0, True),
+        ("long TTFT, ms", 1.6, False),
+    ):
+        value = ratio(_rounds(points, ours, column), _rounds(points, theirs, column))
+        said += _verdict(f"{column.removesuffix(', ms')}, {ours} / {theirs}", value, wanted, at_least=at_least)
+    return said
+
+
+def _verdict(what: str, value: float | None, wanted: float, *, at_least: bool = False) -> list[str]:
+    if value is None:
+        return []
+    met = value >= wanted if at_least else value <= wanted
+    bar = f"bar {'>=' if at_least else '<='} {wanted:g}"
+    return [f"{what}: {value:.2f}, {measure.verdict(met, bar)}"]
 
 
 def _rounds(points: Iterable[Point], engine: str, column: str) -> dict[int, float | None]:
@@ -174,7 +203,7 @@ def engines_sheet(results: Results) -> Sheet:
 
 
 def show(results: Results) -> None:
-    measure.show(measure.title(results["machine"]), *(sheet.rich() for sheet in _sheets(results)))
+    measure.show(measure.title(results["machine"]), *(sheet.rich() for sheet in _sheets(results)), *bars(results))
 
 
 def _sheets(results: Results) -> list[Sheet]:
@@ -212,6 +241,8 @@ def section(results: Results, images: str) -> str:
             for sheet in sheets:
                 parts += [f"{sheet.heading[0].upper()}{sheet.heading[1:]}:", sheet.markdown()]
             parts.append(f"![{heading}]({images}/compare-{part}.svg)")
+    if said := bars(results):
+        parts += ["### What we want of ourselves", "\n".join(f"- {each}" for each in said)]
     return "\n\n".join(parts)
 
 
@@ -275,6 +306,3 @@ def _number(value: float | None, digits: int | None = None) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
-
-
-assert set(PLOTS) < set(PARTS)

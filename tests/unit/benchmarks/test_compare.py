@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from compare_load import decode_rate
-from compare_show import BEGIN, END, broken, goodput_sheets, ratio, steady_of, steady_sheets, write_section
+from compare_show import BEGIN, END, bars, broken, goodput_sheets, ratio, steady_of, steady_sheets, write_section
 from load_figures import Timeline
 
 
@@ -81,3 +81,12 @@ def test_the_section_is_written_between_its_marks_and_nowhere_else(tmp_path: Pat
     assert once.startswith("# Page\n")
     assert once.endswith(f"{END}\n\n## After\n")
     assert once.count(BEGIN) == 1
+
+
+def test_a_bar_says_whether_it_was_met_and_nothing_of_what_was_not_measured() -> None:
+    found = results(steady("bifolio", 0, 30.0), steady("vllm eager", 0, 20.0), steady("llama.cpp", 0, 40.0))
+    assert bars(found) == [
+        "8 streams, bifolio / vllm eager: 1.50, bar >= 1.2 met",
+        "8 streams, bifolio / llama.cpp: 0.75, bar >= 1 MISSED",
+    ]
+    assert bars(results()) == []

@@ -116,10 +116,14 @@ def steady_sheets(results: Results) -> list[Sheet]:
 
 def mixed_sheets(results: Results) -> list[Sheet]:
     points = of_part(results, "mixed")
-    sheet = Sheet("8 streams, and a long prompt every few seconds", ("engine",), (*COLUMNS, "long answered"))
+    every = ", ".join(f"{seconds:g}" for seconds in sorted({point["long_every"] for point in points}))
+    heading = f"8 streams, and in every second phase a prompt of 1,600 tokens each {every} s"
+    sheet = Sheet(heading, ("engine",), (*COLUMNS, "long answered"))
     for name in names(points):
         mine = [point for point in points if point["engine"] == name]
-        row = [_number(middle(value(point) for point in mine), 2 if " / " in c else None) for c, value in COLUMNS.items()]
+        row = [
+            _number(middle(value(point) for point in mine), 2 if " / " in c else None) for c, value in COLUMNS.items()
+        ]
         long = f"{sum(p['long_answered'] for p in mine)} of {sum(p['long_sent'] for p in mine)}"
         sheet.rows.append([name, *row, long])
     columns = ("p50 with", "p99 with", "tok/s with", "long TTFT, ms")
@@ -241,25 +245,25 @@ def section(results: Results, images: str) -> str:
             for sheet in sheets:
                 parts += [f"{sheet.heading[0].upper()}{sheet.heading[1:]}:", sheet.markdown()]
             parts.append(f"![{heading}]({images}/compare-{part}.svg)")
-    if said := bars(results):
-        parts += ["### What we want of ourselves", "\n".join(f"- {each}" for each in said)]
+    if verdicts := bars(results):
+        parts += ["### What we want of ourselves", "\n".join(f"- {each}" for each in verdicts)]
     return "\n\n".join(parts)
 
 
 _TUNED = (
-    "vLLM is tuned to the dtype that the CPU has instructions for (float32 without AVX512-BF16, where oneDNN has no "
-    "bfloat16 linears and torch's own are several times slower), chunks of 256 tokens, a thread for each core, no "
-    "prefix cache. `--engines 'vllm,vllm eager,vllm not bound,vllm one core less'` compares other settings; AMD's "
-    "zentorch is taken by vLLM where an AMD CPU has AVX512. Engines other than ours are stopped while it is not their "
-    "turn."
+    "vLLM is tuned to the dtype that the CPU has instructions for: float32 without AVX512-BF16, where oneDNN has no "
+    "bfloat16 linears and torch's own are several times slower; a step then reads 538 MB of weights. Chunks of 256 "
+    "tokens, a thread for each core, no prefix cache. `--engines 'vllm,vllm eager,vllm not bound,vllm one core less'` "
+    "compares other settings; AMD's zentorch is taken by vLLM where an AMD CPU has AVX512. Engines other than ours are "
+    "stopped while it is not their turn, ours has ended."
 )
 _STEADY = (
     "Streams of 64 tokens in that begin together; the rate is that of all streams from when the last one has its first "
     "token until the first one ends. Both cores, one replica."
 )
 _MIXED = (
-    "8 streams of 32 tokens in and 256 out; in every second phase also a prompt of 1,600 tokens each few seconds. "
-    "Times between chunks at the client, which shares the cores."
+    "8 streams of 32 tokens in and 256 out; by turns without and with long prompts, 16 tokens out. Times "
+    "are those between chunks at the client, which shares the cores."
 )
 _GOODPUT = (
     "The first part of Mooncake's conversation trace with lengths / 32, and of Azure's conversation trace of 2023 with "

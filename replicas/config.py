@@ -95,7 +95,8 @@ class EngineConfig(FrozenConfig):
         ge=0,
         le=63,
         description="Tokens guessed behind each sequence's next one, from its own text, and computed in the same step, "
-        "at most; changes how fast an answer comes, never what it is. 0 guesses none; if it is not set, 0 on GPUs.",
+        "at most, and no more than make eight in all; changes how fast an answer comes, never what it is. 0 guesses "
+        "none; if it is not set, 0 on GPUs.",
     )
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads of one replica's computing.")
     kernels: Backend = Field(

@@ -42,7 +42,7 @@ from .sequence import (
 Draw = Callable[[Generation, int], tuple[BlockId, ...] | None]
 Choice = tuple[int, TokenLogprobs | None]  # a token, and its logprobs if the request asks for them
 
-MOST_ROWS = 64  # of logits in a step with drafts: start-up has seen as many, when it scored a prompt
+DRAFT_ROWS = 8  # of a step with drafts: its tokens come together, but no later than those of eight sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class Scheduler:
         self.draw = draw
         self.starve_s = starve_s
         self.speculate = speculate  # guesses behind a decode token, at most; 0 makes none
+        self.draft_rows = DRAFT_ROWS
         self.row_cost = RowCost()  # of steps that only decode; whoever runs them tells it
         self.sequences: dict[Generation, Sequence] = {}
 
@@ -173,7 +174,7 @@ class Scheduler:
                 sequence.lookup = Lookup()
             sequence.lookup.follow(sequence.tokens)
             odds.append(sequence.lookup.odds(self._most_guesses(sequence)))
-        most = min(self.max_batched_tokens, max(MOST_ROWS, len(decode)))
+        most = min(self.max_batched_tokens, max(self.draft_rows, len(decode)))
         counts = worth(odds, len(decode), most, self.row_cost.share)
         return [Chunk(c.sequence, c.count, draft_of(c.sequence, n)) for c, n in zip(decode, counts, strict=True)]
 

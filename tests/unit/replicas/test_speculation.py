@@ -39,7 +39,7 @@ class Free(RowCost):
 
 
 def speculating(it: Engine, most: int = 8) -> Engine:
-    it.scheduler.speculate, it.scheduler.row_cost = most, Free()
+    it.scheduler.speculate, it.scheduler.row_cost, it.scheduler.draft_rows = most, Free(), 64
     return it
 
 

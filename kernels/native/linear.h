@@ -64,9 +64,12 @@ static inline void multiply(const Operand<T> *x, int64_t stride, const char *wor
   A acc[C][M];
   for (int c = 0; c < C; c++)
     for (int m = 0; m < M; m++) acc[c][m] = first ? A{} : partial[m * kColumns + c];
-  for (int64_t g = 0; g < groups; g++)
+  for (int64_t g = 0; g < groups; g++) {
+    // Rows enough to compute for as long as memory takes: it brings the next vector meanwhile
+    if (C == 1) __builtin_prefetch(words + g * kNextGroup + next, 0, 2);
     for (int c = 0; c < C; c++)
       dots<T>(acc[c], load_words(words + g * kNextGroup + c * next), x + g * kWord<T>, stride);
+  }
   for (int c = 0; c < C; c++)
     for (int m = 0; m < M; m++) partial[m * kColumns + c] = acc[c][m];
 }

@@ -6,6 +6,7 @@ A thin shell: `streams.py` and the engine do the work. The ingress calls `genera
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -35,6 +36,7 @@ class DecodeReplica:
         )
         self._core.start(self._streams.deliver)
         await self._beat.start(self._core.info(), self._streams, self._leaving.leave)
+        gc.freeze()  # what is loaded stays: looking through it again holds up streams for 200 ms
 
     async def generate(self, placement: Placement, request: Request) -> AsyncGenerator[Delta, None]:
         async with aclosing(self._streams.generate(placement, request)) as deltas:

@@ -122,7 +122,7 @@ def _vllms(where: Where) -> Iterator[Engine]:
     slow = (
         ""
         if fast
-        else "oneDNN has no bfloat16 linears for this CPU, and torch's are several times slower than float32's"
+        else "oneDNN has no bfloat16 linears for this CPU, vLLM falls back on torch's: float32 is its setting"
     )
     dtype, other = ("bfloat16", "float32") if fast else ("float32", "bfloat16")
 

@@ -254,8 +254,8 @@ _TUNED = (
     "vLLM is tuned to the dtype that the CPU has instructions for: float32 without AVX512-BF16, where oneDNN has no "
     "bfloat16 linears and vLLM falls back on torch's own (not measured to the end); a step then reads 538 MB of "
     "weights. Chunks of 256 tokens, a thread for each core, no prefix cache. `--engines 'vllm,vllm eager,vllm not "
-    "bound,vllm one core less'` compares other settings; AMD's zentorch is taken by vLLM where an AMD CPU has AVX512. Engines other than ours are "
-    "stopped while it is not their turn, ours has ended."
+    "bound,vllm one core less'` compares other settings; AMD's zentorch is taken by vLLM where an AMD CPU has AVX512. "
+    "Engines other than ours are stopped while it is not their turn, ours has ended."
 )
 _STEADY = (
     "Streams of 64 tokens in that begin together; the rate is that of all streams from when the last one has its first "

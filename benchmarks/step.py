@@ -153,7 +153,7 @@ class Model:
 
     def __init__(self, llama: Llama, rival: Callable[[Tensor, Tensor], Tensor], rivals: list[Tensor]) -> None:
         self.llama, self.rival, self.rivals = llama, rival, rivals
-        self.linears = [w for layer in llama._layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        self.linears = [w for layer in llama._layers.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
 
     @classmethod
     def load(cls, source: Path, dtype: str) -> Model:
@@ -287,7 +287,7 @@ def parts(native: Native, model: Model, cache: KvCache, batch: Batch) -> dict[st
 
     def small() -> list[Tensor]:
         made = [*rms_norm(x[c.hidden], residual, llama._norm, c.eps)]
-        for i, layer in enumerate(llama._layers):
+        for i, layer in enumerate(llama._layers.layers):
             made += rms_norm(x[c.hidden], residual, layer.attention_norm, c.eps)
             made.append(
                 rope_and_write(

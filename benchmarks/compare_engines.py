@@ -23,9 +23,9 @@ from typing import Any
 import measure
 
 from bifolio.cluster.local import free_ports
+from bifolio.cluster.spawn import end
 
 START_S = 420.0  # vLLM compiles the model when it starts for the first time
-STOP_S = 30.0
 CONTEXT, SEQUENCES, CHUNK = 2048, 32, 256
 MODEL = "smollm2-135m"
 
@@ -212,12 +212,7 @@ def serving(engine: Engine, where: Where) -> Iterator[Server]:
 def stop(process: subprocess.Popen[bytes]) -> None:
     """It and whatever it has started."""
     pids = family(process.pid)
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    end(process)
     for pid in pids:
         if _parent(pid) is not None and pid != process.pid:
             try:

@@ -51,7 +51,7 @@ def build(config: ClusterConfig, model: Path, listen: Listen = "loopback") -> An
     }
 
     specs = {
-        role: replica_spec(config, model, (MANAGER, APPLICATION), used.num_gpus or 1.0, listen, cores(config, role))
+        role: replica_spec(config, model, (MANAGER, APPLICATION), used.num_gpus or 1.0, listen, own_cores(config, role))
         for role, used in config.pools.used.items()
     }
 
@@ -94,7 +94,7 @@ def actor_options(config: ClusterConfig, role: str) -> dict[str, Any]:
     pool = config.pools.used[role]
     options: dict[str, Any] = {
         "num_cpus": 0,  # small machines: the operating system shares the cores
-        "runtime_env": {"env_vars": replica_environment(config, cores(config, role))},
+        "runtime_env": {"env_vars": replica_environment(config, own_cores(config, role))},
     }
     if config.engine.device == "cuda":
         assert pool.num_gpus is not None, "the configuration is decided"
@@ -125,7 +125,7 @@ def replica_spec(
     )
 
 
-def cores(config: ClusterConfig, role: str) -> int:
+def own_cores(config: ClusterConfig, role: str) -> int:
     """How many cores a replica of this pool computes on alone. Where nothing is said: as many as it has threads, if
     this machine has so many for every replica; on several machines one that finds too few shares them."""
     if config.engine.device == "cuda":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -75,13 +74,18 @@ def spawned(arguments: Sequence[str], output: IO[bytes] | None = None) -> Iterat
             raise Unavailable(f"the cluster ended with status {status} before it was ready; its output says why")
         yield cluster
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
         reader.join(STOP_S)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to end, and kill it if it does not."""
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _copy(cluster: SpawnedCluster, output: IO[bytes], ready: threading.Event) -> None:

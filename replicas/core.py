@@ -157,6 +157,7 @@ class Core:
             logger.info("%s computes on core %s", replica, own or "any: too few are free for it alone")
         self._thread: EngineThread | None = None
         self.replica, self.role, self.kv, self._spec = replica, role, spec.kv, spec
+        self.flush_s = engine.flush_s
         self.patience_s = max(spec.kv.stall_s, engine.stall_s)  # with a peer that says nothing: it may be in a step
 
     def start(self, deliver: Callable[[list[Event]], None]) -> None:

@@ -30,10 +30,7 @@ class DecodeReplica:
         self._beat = Beat(self._core, spec)
         self._leaving = Leaving(self._beat.drain)
         on_sigterm(self._leaving.leave)
-        engine = spec.engine
-        self._streams = Streams(
-            self._core, engine.max_sequences, self._beat.close, self._beat.if_due, flush_s=engine.flush_s
-        )
+        self._streams = Streams(self._core, spec.engine.max_sequences, self._beat.close, self._beat.if_due)
         self._core.start(self._streams.deliver)
         await self._beat.start(self._core.info(), self._streams, self._leaving.leave)
         gc.freeze()  # what is loaded stays: looking through it again holds up streams for 200 ms

@@ -27,9 +27,9 @@ from .cores import Cores
 from .penalties import SamplingState
 from .rates import Rate
 from .runner import Runner
-from .sampler import Choice, sample_tokens
+from .sampler import sample_tokens
 from .scheduler import Chunk, Outcome, Scheduler, Step
-from .sequence import Abort, Add, Closed, Command, Event
+from .sequence import Abort, Add, Choice, Closed, Command, Event
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from bifolio.kernels import sample
-from bifolio.protos.messages import TokenLogprobs
 
 from .logprobs import token_logprobs
 from .penalties import SamplingState, adjust, needs_adjusting
 from .rng import uniform
-
-Choice = tuple[int, TokenLogprobs | None]  # a token, and its logprobs if the request asks for them
+from .sequence import Choice
 
 
 @torch.inference_mode()

@@ -29,6 +29,7 @@ from bifolio.protos.messages import BlockId, Generation, TokenLogprobs
 from .drafts import Lookup, RowCost, worth
 from .sequence import (
     Add,
+    Choice,
     Closed,
     CloseReason,
     Computed,
@@ -40,8 +41,6 @@ from .sequence import (
 )
 
 Draw = Callable[[Generation, int], tuple[BlockId, ...] | None]
-Choice = tuple[int, TokenLogprobs | None]  # a token, and its logprobs if the request asks for them
-
 DRAFT_ROWS = 8  # of a step with drafts: its tokens come together, but no later than those of eight sequences
 
 
@@ -76,9 +75,7 @@ class Step:
 class Outcome:
     """What computing a step has brought, by sequence."""
 
-    sampled: dict[
-        Generation, list[Choice]
-    ]  # of each that samples and ends its chunk complete: one, and more by a draft
+    sampled: dict[Generation, list[Choice]]  # of each that samples and ends its chunk; several by a draft
     logits: dict[Generation, bytes] = field(default_factory=dict)  # a row of each that is handed over
     scores: dict[Generation, list[TokenLogprobs]] = field(default_factory=dict)  # of the chunk's `targets`
 
@@ -146,7 +143,7 @@ class Scheduler:
         gone = {c.generation for c in closed}
         decode = [Chunk(s, 1) for s in fed if s.generation not in gone]
         prompts = [s for s in ordered if s.left and not s.first_sampled and s.generation not in gone]
-        if self.speculate and decode and not prompts:
+        if self.speculate and not prompts and 0 < len(decode) < self.draft_rows:
             decode = self._with_drafts(decode)
         chunks = [*decode, *self._prompt_chunks(prompts, self.max_batched_tokens - len(decode))]
         for chunk in chunks:
@@ -174,7 +171,7 @@ class Scheduler:
                 sequence.lookup = Lookup()
             sequence.lookup.follow(sequence.tokens)
             odds.append(sequence.lookup.odds(self._most_guesses(sequence)))
-        most = min(self.max_batched_tokens, max(self.draft_rows, len(decode)))
+        most = min(self.max_batched_tokens, self.draft_rows)
         counts = worth(odds, len(decode), most, self.row_cost.share)
         return [Chunk(c.sequence, c.count, draft_of(c.sequence, n)) for c, n in zip(decode, counts, strict=True)]
 

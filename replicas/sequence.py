@@ -23,6 +23,8 @@ from bifolio.protos.messages import BlockId, FinishReason, Generation, Sampling,
 
 from .drafts import Lookup
 
+Choice = tuple[int, TokenLogprobs | None]  # a token, and its logprobs if the request asks for them
+
 CloseReason = Literal["finished", "aborted", "preempted", "failed"]
 
 

@@ -53,12 +53,8 @@ class Streams:
         max_sequences: int,
         close: Callable[[Generation], None],
         stepped: Callable[[], None],
-        *,
-        flush_s: float = 0.02,
     ) -> None:
-        """After its first token a stream's tokens leave at most every `flush_s`."""
         self._core = core
-        self._flush_s = flush_s
         self._close_lease = close
         self._stepped = stepped
         self._loop = asyncio.get_running_loop()
@@ -230,7 +226,7 @@ class Streams:
                 await asyncio.sleep(left)
             while not attempt.events.empty():
                 events.append(attempt.events.get_nowait())
-            due = time.monotonic() + self._flush_s
+            due = time.monotonic() + self._core.flush_s
             for choice in dict.fromkeys(choice for choice, _ in events):
                 of = [event for other, event in events if other is choice]
                 if sampled := [event for event in of if isinstance(event, Sampled)]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bifolio.cluster.app import cores
+from bifolio.cluster.app import own_cores
 from bifolio.cluster.config import load
 from bifolio.protos.messages import Role
 from bifolio.replicas import cores as module
@@ -122,6 +122,6 @@ def test_cores_are_claimed_where_all_replicas_find_theirs(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     config = load(None, {"engine.device": "cpu", **given})
-    found = {role: cores(config, role) for role in config.pools.used}
+    found = {role: own_cores(config, role) for role in config.pools.used}
     assert found.get("prefill", 0) == prefill
     assert found["decode"] == decode

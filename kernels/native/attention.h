@@ -18,12 +18,12 @@
 
 #include <algorithm>
 
-#include "small.h"
+#include "linear.h"
 
 namespace bifolio {
 
 constexpr int kTile = 32;
-constexpr int kQueries = kRegisters / 2;  // two chains of sums for each
+constexpr int kQueries = kWide ? kRegisters / 2 : kRegisters - 1;  // that do not spill
 static_assert(kQueries <= kLanes);
 
 struct Attention {
@@ -83,22 +83,24 @@ struct Span {
   int count;
 };
 
-// f(span) for the keys low .. high - 1 of the tile at `tile`.
-template <class T, class F>
-static inline void for_spans(const Keys<T> &k, int64_t head, int64_t tile, int64_t low, int64_t high, const F &f) {
+// The keys low .. high - 1 of the tile at `tile`; returns how many spans they are.
+template <class T>
+static inline int spans_of(const Keys<T> &k, int64_t head, int64_t tile, int64_t low, int64_t high, Span<T> *spans) {
   const Cache &c = k.a.cache;
   constexpr int w = kWord<T>;
   int64_t size = k.tile_keys ? kTile : c.block_size;
+  int n = 0;
   for (int64_t position = low; position < high;) {
     int64_t block = k.tile_keys ? tile / kTile : position / size, at = position - block * size;
     const T *keys = k.tile_keys ? k.tile_keys : block_of<T>(c, k.blocks[block], 0, head);
     const T *values = k.tile_keys ? k.tile_values : block_of<T>(c, k.blocks[block], 1, head);
     for (int64_t stop = std::min(high, (block + 1) * size); position < stop;) {
       int count = (int)std::min<int64_t>(kLanes, stop - position);
-      f(Span<T>{keys + at * w, values + at / w * w * c.head_dim, size, at % w, position - tile, count});
+      spans[n++] = {keys + at * w, values + at / w * w * c.head_dim, size, at % w, position - tile, count};
       position += count, at += count;
     }
   }
+  return n;
 }
 
 // The keys low .. high - 1 of a tile of a plain cache as one packed block of kTile positions, zeros elsewhere.
@@ -119,50 +121,57 @@ static void pack_tile(const Keys<T> &k, int64_t head, int64_t tile, int64_t low,
 
 static inline void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 
-// R queries' scores of one span's keys.
-template <class T, int R, bool Whole>
+// R queries' scores of one span's keys: of even and of odd groups of dims, and both together.
+template <class T, int R>
 static inline void score(const Operand<T> *q, int64_t width, const Span<T> &s, const char *ahead, Floats scale,
                          float (*scores)[kTile + kLanes]) {
   constexpr int w = kWord<T>;
-  Floats even[R] = {}, odd[R] = {};
-  int64_t groups = width / w, g = 0;
-  auto words = [&](int64_t g) {
-    fetch(ahead + g * 64);
-    const T *from = s.keys + g * s.size * w;
-    return Whole ? load_words(from) : load_words(from, s.count);
-  };
-  for (; g + 1 < groups; g += 2) {
-    Words w0 = words(g), w1 = words(g + 1);
-    dots<T>(even, w0, q + g * w, width);
-    dots<T>(odd, w1, q + (g + 1) * w, width);
+  alignas(64) Floats sums[R][2];
+  int64_t groups = width / w, pace = s.size * 4;
+  auto keys = reinterpret_cast<const char *>(s.keys);
+  alignas(64) uint32_t some[kMostHeadDim / w][kLanes];
+  if (s.count < kLanes) {  // what follows is another block, or nothing
+    for (int64_t g = 0; g < groups; g++) copy_words(some[g], s.keys + g * s.size * w, s.count);
+    pace = 64, keys = reinterpret_cast<const char *>(some);
   }
-  if (g < groups) dots<T>(even, words(g), q + g * w, width);
-  for (int r = 0; r < R; r++) store(scores[r] + s.position, (even[r] + odd[r]) * scale);
+  if constexpr (2 * R <= kRegisters) {
+    multiply<T, R, 2, true>(sums[0], 2, nullptr, keys, 2 * pace, pace, q, 2 * w, width, w, groups / 2, ahead);
+    if (groups % 2) multiply<T, R, 1, false>(sums[0], 2, kAsTheyAre, keys + (groups - 1) * pace, 0, 0, q + (groups - 1) * w, 0, width, 0, 1, ahead);
+  } else {
+    multiply<T, R, 1, true>(sums[0], 2, nullptr, keys, 2 * pace, 0, q, 2 * w, width, 0, (groups + 1) / 2, ahead);
+    ahead += (groups + 1) / 2 * 64;
+    multiply<T, R, 1, true>(sums[0] + 1, 2, nullptr, keys + pace, 2 * pace, 0, q + w, 2 * w, width, 0, groups / 2, ahead);
+  }
+  for (int r = 0; r < R; r++) store(scores[r] + s.position, (sums[r][0] + sums[r][1]) * scale);
 }
 
-// R queries' weighted values of one span, J vectors of dims from `column` on, added to acc.
+// R queries' weighted values of one span, J vectors of dims of which `lanes` are there, added to what is kept of `out`.
 template <class T, int R, int J>
-static inline void mix(const Span<T> &s, const char *ahead, const Operand<T> (*weights)[kTile + kLanes],
-                       int64_t head_dim, int64_t column, int lanes, Floats (&acc)[J][R]) {
+static inline void mix(const Span<T> &s, int64_t column, int64_t lanes, const char *ahead, int64_t head_dim,
+                       const Operand<T> (*weights)[kTile + kLanes], const float *keep, float (*out)[kMostHeadDim]) {
   constexpr int w = kWord<T>;
-  auto add = [&](int i, const T *from, uint32_t used) {
-    Words v[J];
-    for (int j = 0; j < J; j++) v[j] = lanes < kLanes ? load_words(from, lanes) : load_words(from + j * kLanes * w);
-    if (used != ~0u)
-      for (int j = 0; j < J; j++) v[j] = v[j] & used;
-    for (int j = 0; j < J; j++) dots<T>(acc[j], v[j], weights[0] + s.position + i, kTile + kLanes);
+  auto add = [&](int key, const void *words, int64_t pace, int64_t count) {
+    multiply<T, R, J, true>(reinterpret_cast<Floats *>(out[0] + column), kMostHeadDim / kLanes, keep, (const char *)words,
+                            pace, 64, weights[0] + s.position + key, w, kTile + kLanes, 0, count, ahead);
+    keep = kAsTheyAre;
   };
-  const T *from = s.values + column * w;
-  int i = 0;
+  auto add_some = [&](int key, const T *values, uint32_t used) {  // of a word's keys, or of a vector's dims
+    alignas(64) uint32_t words[J * kLanes];
+    copy_words(words, values, std::min<int64_t>(lanes, J * kLanes));
+    for (uint32_t &word : words) word &= used;
+    add(key, words, 0, 1);
+  };
+  const T *values = s.values + column * w;
+  int key = 0;
   if (w > 1 && s.offset) {  // the first word begins with a key before the span
-    add(-1, from, 0xffff0000u);
-    i = 1, from += head_dim * w;
+    add_some(-1, values, 0xffff0000u);
+    key = 1, values += head_dim * w;
   }
-  for (; i + w <= s.count; i += w, from += head_dim * w) {
-    for (int j = 0; j < J; j++, ahead += 64) fetch(ahead);
-    add(i, from, ~0u);
-  }
-  if (i < s.count) add(i, from, 0x0000ffffu);  // and the last ends with one after it
+  int whole = lanes < J * kLanes ? 0 : (s.count - key) / w;
+  add(key, values, head_dim * 4, whole);
+  key += whole * w, values += whole * head_dim * w;
+  for (; key < s.count; key += w, values += head_dim * w)  // the last may end with a key after the span
+    add_some(key, values, key + w > s.count ? 0x0000ffffu : ~0u);
 }
 
 // R queries of one KV head on their way over the keys.
@@ -219,28 +228,21 @@ static void attend_tile(const Keys<T> &k, int64_t head, int64_t tile, Ahead &ahe
   int64_t low = std::max(k.begin, tile), high = std::min<int64_t>(k.end, tile + kTile);
   if (k.tile_keys) pack_tile(k, head, tile, low, high);
   Floats scale = all(k.a.scale * kLog2E);
-  for_spans(k, head, tile, low, high, [&](const Span<T> &s) {
-    const char *line = ahead.take(width / w, s.keys);
-    if (s.count == kLanes) score<T, R, true>(x.q, width, s, line, scale, scores);
-    else score<T, R, false>(x.q, width, s, line, scale, scores);
-  });
+  Span<T> spans[kTile];
+  int n = spans_of(k, head, tile, low, high, spans);
+  for (int i = 0; i < n; i++) score<T, R>(x.q, width, spans[i], ahead.take(width / w, spans[i].keys), scale, scores);
   weigh(tile, (int)((low - tile) / kLanes * kLanes), (int)(high - tile), ahead, x, scores, weights, fade);
-
-  auto columns = [&](auto count, int64_t column, int lanes) {
-    Floats acc[count()][R];
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < count(); j++) acc[j][r] = load(x.out[r] + column + j * kLanes) * all(fade[r]);
-    for_spans(k, head, tile, low, high, [&](const Span<T> &s) {
-      const char *line = ahead.take(s.count / w * count(), s.values + column * w);
-      mix<T, R, count()>(s, line, weights, d, column, lanes, acc);
-    });
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < count(); j++) store(x.out[r] + column + j * kLanes, acc[j][r]);
-  };
-  int64_t column = 0;
-  for (; column + J * kLanes <= d; column += J * kLanes) columns(std::integral_constant<int, J>{}, column, kLanes);
-  for (; column < d; column += kLanes)
-    columns(std::integral_constant<int, 1>{}, column, (int)std::min<int64_t>(kLanes, d - column));
+  for (int64_t column = 0; column < d;) {
+    auto columns = [&](auto many) {
+      for (int i = 0; i < n; i++) {
+        const char *line = ahead.take(spans[i].count / w * many(), spans[i].values + column * w);
+        mix<T, R, many()>(spans[i], column, d - column, line, d, weights, i ? kAsTheyAre : fade, x.out);
+      }
+      column += many() * kLanes;
+    };
+    if (column + J * kLanes <= d) columns(std::integral_constant<int, J>{});
+    else columns(std::integral_constant<int, 1>{});
+  }
 }
 
 struct Piece {

@@ -166,17 +166,23 @@ static inline Floats load(const bf16 *from) {
 static inline void store(float *to, const Floats &x) {
   EACH(memcpy(to + i * (kPart / 4), &x.part[i], kPart))
 }
-// To the nearest, ties to even; NaN stays NaN.
+// To bfloat16's numbers, the nearest, ties to even; NaN stays NaN.
+static inline Floats rounded(Floats x) {
+  EACH({
+    WordPart bits = (WordPart)x.part[i];
+    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    x.part[i] = x.part[i] == x.part[i] ? (FloatPart)bits : (FloatPart)(0x7fc00000u + WordPart{});
+  })
+  return x;
+}
 static inline void store(bf16 *to, const Floats &x) {
 #if defined(__AVX512BF16__)
   auto half = _mm512_cvtneps_pbh((__m512)x.part[0]);
   memcpy(to, &half, 32);
 #else
+  Floats near = rounded(x);
   EACH({
-    WordPart bits = (WordPart)x.part[i];
-    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    bits = x.part[i] == x.part[i] ? bits : 0x7fc0u + WordPart{};
-    HalfPart half = __builtin_convertvector(bits, HalfPart);
+    HalfPart half = __builtin_convertvector((WordPart)near.part[i] >> 16, HalfPart);
     memcpy(to + i * (kPart / 4), &half, sizeof half);
   })
 #endif

@@ -56,22 +56,13 @@ static void pack(const T *weight, int64_t inputs, int64_t outputs, T *packed) {
         }
 }
 
-// M rows of x times a part of C vectors, the next one `next` bytes on, added to `partial` [M][kColumns] unless it
-// is the first part.
+// M rows of x times `count` groups of C vectors, from where they point. Rows enough for one vector compute for as long as
+// memory takes: it brings the next vector meanwhile.
 template <class T, int M, int C, class A>
-static inline void multiply(const Operand<T> *x, int64_t stride, const char *words, int64_t next, int64_t groups, bool first,
-                            A *partial) {
-  A acc[C][M];
-  for (int c = 0; c < C; c++)
-    for (int m = 0; m < M; m++) acc[c][m] = first ? A{} : partial[m * kColumns + c];
-  for (int64_t g = 0; g < groups; g++) {
-    // Rows enough to compute for as long as memory takes: it brings the next vector meanwhile
-    if (C == 1) __builtin_prefetch(words + g * kNextGroup + next, 0, 2);
-    for (int c = 0; c < C; c++)
-      dots<T>(acc[c], load_words(words + g * kNextGroup + c * next), x + g * kWord<T>, stride);
-  }
-  for (int c = 0; c < C; c++)
-    for (int m = 0; m < M; m++) partial[m * kColumns + c] = acc[c][m];
+static inline void part_of(A *sums, const float *keep, const char *words, int64_t groups, const Operand<T> *x, int64_t stride,
+                           int64_t count) {
+  int64_t next = vector_at(1, groups);
+  multiply<T, M, C, C == 1>(sums, kColumns, keep, words, kNextGroup, next, x, kWord<T>, stride, 0, count, words + next);
 }
 
 // f(first row, constant of how many, first vector, constant of how many) for the tiles that rows and a panel are cut into,
@@ -108,8 +99,8 @@ static void panel(const Operand<T> *x, int64_t stride, int64_t rows, const char 
     int64_t count = begin + part < groups ? part : groups - begin;
     for_tiles(rows, [&](int64_t t, auto many, int column, auto across) {
       Floats *p = partial + (parts > 1 ? t * kColumns : 0) + column;
-      const char *from = words + vector_at(column, groups) + begin * kNextGroup;
-      multiply<T, many(), across()>(x + t * stride + begin * kWord<T>, stride, from, vector_at(1, groups), count, begin == 0, p);
+      part_of<T, many(), across()>(p, begin ? kAsTheyAre : nullptr, words + vector_at(column, groups) + begin * kNextGroup,
+                                   groups, x + t * stride + begin * kWord<T>, stride, count);
       if (begin + count < groups) return;
       for (int m = 0; m < many(); m++)
         for (int c = 0; c < across(); c++) finish(t + m, column + c, p[m * kColumns + c]);
@@ -186,7 +177,7 @@ static inline void multiply_int8(const Quantized &q, int64_t row, const char *wo
     Ints acc[M * kColumns];
     int64_t begin = g * kScaled, count = std::min(kScaled, q.width - begin) / 4;
     const char *from = words + begin / 4 * kNextGroup;
-    multiply<int8_t, M, C>(q.whole + row * q.width + begin, q.width, from, vector_at(1, q.width / 4), count, true, acc);
+    part_of<int8_t, M, C>(acc, nullptr, from, q.width / 4, q.whole + row * q.width + begin, q.width, count);
     for (int m = 0; m < M; m++) {
       int64_t at = (row + m) * q.groups + g;
       for (int c = 0; c < C; c++) {

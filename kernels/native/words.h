@@ -22,15 +22,10 @@ static inline Words load_words(const void *from) {
   EACH(memcpy(&r.part[i], (const char *)from + i * kPart, kPart))
   return r;
 }
-static inline Words load_words(const void *from, int n) {
-  if (n >= kLanes) return load_words(from);
-  Words r = {};
-  memcpy(&r, from, n * 4);
-  return r;
-}
-static inline Words operator&(Words x, uint32_t mask) {
-  EACH(x.part[i] &= mask)
-  return x;
+// The first n of sixteen or more words, and zeros.
+template <size_t N>
+static inline void copy_words(uint32_t (&to)[N], const void *from, int64_t n) {
+  memset(to, 0, sizeof to), memcpy(to, from, n * 4);
 }
 template <class T>
 static inline uint32_t word_at(const T *group) {
@@ -123,6 +118,40 @@ static inline void dots(A (&acc)[M], const Words &words, const Operand<T> *opera
   if constexpr (S + 1 < kSteps<T>) dots<T, S + 1>(acc, words, operands, stride);
 }
 
+static inline void store_all(Floats *to, const Floats &x) { store((float *)to, x); }
+static inline void store_all(Ints *to, const Ints &x) {
+  EACH(memcpy((char *)to + i * kPart, &x.part[i], kPart))
+}
+
+// J vectors of words times M rows, the one loop in which all time goes:
+//
+//     sums[m * row + j] = keep[m] * sums[m * row + j] + the sum over g < steps of
+//                         words[g * pace + j * next] · operands[m * stride + g * every + j * shift]
+//
+// `pace` and `next` are in bytes; without `keep` the sums begin at 0. Each step fetches J lines at `ahead`, if Fetch. A
+// function of its own: in a larger one compilers keep sums in memory (GCC 12).
+constexpr float kAsTheyAre[kLanes] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
+template <class T, int M, int J, bool Fetch, class A>
+[[gnu::noinline]] static void multiply(A *sums, int64_t row, const float *keep, const char *words, int64_t pace, int64_t next,
+                                       const Operand<T> *operands, int64_t every, int64_t stride, int64_t shift,
+                                       int64_t steps, const char *ahead) {
+  A acc[J][M];  // in registers, if every loop over it is unrolled
+#pragma GCC unroll 16
+  for (int i = 0; i < J * M; i++) {
+    A &to = acc[i / M][i % M];
+    if constexpr (std::is_same_v<A, Floats>) to = keep ? load((const float *)(sums + i % M * row + i / M)) * all(keep[i % M]) : all(0.f);
+    else to = all(0);
+  }
+  for (int64_t g = 0; g < steps; g++, words += pace, operands += every)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++, ahead += Fetch ? 64 : 0) {
+      if (Fetch) __builtin_prefetch(ahead, 0, 2);
+      dots<T>(acc[j], load_words(words + j * next), operands + j * shift, stride);
+    }
+#pragma GCC unroll 16
+  for (int i = 0; i < J * M; i++) store_all(sums + i % M * row + i / M, acc[i / M][i % M]);
+}
+
 // `count` numbers of x as operands, and zeros up to `width`, whole words.
 template <class T>
 static inline void to_operands(const T *x, int64_t count, int64_t width, Operand<T> *to) {
@@ -139,10 +168,7 @@ static inline void to_operands(const T *x, int64_t count, int64_t width, Operand
 template <class T>
 static inline void store_operands(Operand<T> *to, const Floats &x) {
   if constexpr (std::is_same_v<T, Operand<T>>) store(to, x);
-  else {
-    T rounded[kLanes];
-    store(rounded, x), store(to, load(rounded));
-  }
+  else store(to, rounded(x));
 }
 static inline Floats to_floats(const Ints &x, int32_t less) {
   Floats r;

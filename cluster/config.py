@@ -29,6 +29,8 @@ from bifolio.replicas.config import (
 from .mistakes import allowed, explain
 from .models import default_name
 
+STRETCH_BESIDE, STRETCH_ALONE = 1.5, 4.0  # engine.prompt_stretch with prefill replicas, and without
+
 
 class PoolsConfig(FrozenConfig):
     """The two replica pools."""
@@ -181,7 +183,10 @@ def resolved(config: ClusterConfig) -> ClusterConfig:
         "served_name": model.served_name or default_name(model.source),
         "dtype": model.dtype or ("float32" if config.engine.exact else "bfloat16"),
     }
-    return config.model_copy(update={"model": model.model_copy(update=decided)})
+    engine = config.engine
+    stretch = engine.prompt_stretch or (STRETCH_BESIDE if config.pools.prefill.replicas else STRETCH_ALONE)
+    engine = engine.model_copy(update={"prompt_stretch": stretch})
+    return config.model_copy(update={"model": model.model_copy(update=decided), "engine": engine})
 
 
 def schema() -> dict[str, Any]:

@@ -98,6 +98,14 @@ class EngineConfig(FrozenConfig):
         "at most, and no more than make eight in all; changes how fast an answer comes, never what it is. 0 guesses "
         "none; if it is not set, 0 on GPUs.",
     )
+    prompt_stretch: float | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="A step that decodes may take so many times as long for the prompt tokens computed beside; what a "
+        "token costs is measured. Low keeps streams steady, high brings first tokens sooner. null: 1.5 beside prefill "
+        "replicas, and 4 without them.",
+    )
     threads: int = Field(default=1, ge=1, le=256, description="CPU threads of one replica's computing.")
     kernels: Backend = Field(
         default="auto",

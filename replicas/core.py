@@ -29,6 +29,7 @@ from bifolio.protos.messages import Geometry, ReplicaId, ReplicaInfo, Role
 from .config import EngineConfig
 from .cores import Cores
 from .device import Device, open_device
+from .drafts import RowCost
 from .engine import Engine, EngineThread
 from .kv_memory import context_of
 from .llama import Llama
@@ -41,6 +42,7 @@ from .weights import load
 
 logger = logging.getLogger(__name__)
 
+GPU_ROW_SHARE = 0.005  # as `RowCost` has it, until it has seen some: an 8B model's weights take 200 times a token's products
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 # Of this machine alone, or at the address of its Ray node: only who starts the cluster knows whether it has others. Ray
@@ -146,6 +148,8 @@ class Core:
             draw=self.tags.draw,
             starve_s=spec.kv.starve_s,
             speculate=engine.speculate,
+            prompt_stretch=engine.prompt_stretch or 0.0,
+            row_share=GPU_ROW_SHARE if device.torch.type == "cuda" else RowCost.FIRST,
         )
         self._engine = Engine(self.runner, scheduler)
         self.transfer = Average()  # seconds that a hand-over to this replica added to its prefill

@@ -110,22 +110,30 @@ def _slot(ngram: Iterable[Any]) -> Any:
     return (sum(t * f for t, f in zip(ngram, _FACTORS, strict=False)) >> _SHIFT) % SLOTS
 
 
+MANY = 1 << 20  # rows: more than any step has
+
+
 class RowCost:
     """What a row more adds to a step, as a share of a step of one row: the median of what was seen lately.
 
     Two steps one after the other differ in little but their rows: their times tell it, if one has half as many more.
     """
 
-    FIRST, FIRST_COUNT = 0.15, 16  # what is taken to have been seen before
+    FIRST, FIRST_COUNT = 0.15, 16  # what is taken to have been seen before; that is a CPU's
     COUNT = 63
 
-    def __init__(self) -> None:
-        self._seen = deque([self.FIRST] * self.FIRST_COUNT, maxlen=self.COUNT)
+    def __init__(self, first: float = FIRST) -> None:
+        self._seen = deque([first] * self.FIRST_COUNT, maxlen=self.COUNT)
         self._last = (0, 0.0)
-        self.share = self.FIRST
+        self.share = first
+
+    def rows_within(self, stretch: float, rows: int) -> int:
+        """How many more rows make a step of `rows` take `stretch` times as long; at least one."""
+        longer = (stretch - 1) * (1 + self.share * (rows - 1))
+        return max(1, int(min(longer / self.share, MANY) if self.share else MANY))
 
     def add(self, rows: int, seconds: float) -> None:
-        """A step has taken so long that computed `rows` tokens, each for a row of logits, and nothing else."""
+        """A step has taken so long that computed `rows` tokens, and nothing else."""
         before, then = self._last
         self._last = rows, seconds
         if not before or 2 * abs(rows - before) < min(rows, before):

@@ -77,8 +77,8 @@ class Engine:
             prompts = sum(c.count for c in step.chunks if not c.sequence.first_sampled)
             if prompts * MEASURED >= self.scheduler.max_batched_tokens:
                 self.prefill_speed.add(prompts, now - began)
-            if not prompts and not step.handed:
-                self.scheduler.row_cost.add(sum(1 + len(c.draft) for c in step.chunks), now - began)
+            if not step.handed:
+                self.scheduler.row_cost.add(sum(c.count + len(c.draft) for c in step.chunks), now - began)
             yield self.scheduler.record(step, outcome, now)
             return
         alone = [Step((replace(chunk, draft=()),)) for chunk in step.chunks] + [Step(handed=(s,)) for s in step.handed]

@@ -1,8 +1,10 @@
 """Which tokens the next step computes. Pure: no torch, ray or clock; time is an argument.
 
-Decode tokens first, one for each decoding sequence; what is left of `max_batched_tokens` goes to prompt chunks. A
-quarter of that prompt budget goes to the prompt with the least left, the rest in order of arrival, so that one huge
-prompt stalls nobody. Chunks end on block edges, except at the end of a prompt.
+Decode tokens first, one for each decoding sequence; what is left of `max_batched_tokens` goes to prompt chunks, but
+where tokens are decoded only as much as makes the step no longer than `prompt_stretch` times what it takes without:
+a prompt may be late by a few steps, but no stream may stand still. A quarter of the prompt budget goes to the prompt
+with the least left, the rest in order of arrival, so that one huge prompt stalls nobody. Chunks end on block edges, if
+they come to one, or with the prompt.
 
     position:   0 .... cached .... computed ............ len(tokens)
                 K and V in blocks      | chunk | later chunks
@@ -92,6 +94,8 @@ class Scheduler:
         draw: Draw,
         starve_s: float = 0.25,
         speculate: int = 0,
+        prompt_stretch: float = 0.0,
+        row_share: float = RowCost.FIRST,
     ) -> None:
         assert max_batched_tokens >= max_sequences + block_size, "decode tokens would leave no room for a prompt chunk"
         self.max_batched_tokens = max_batched_tokens
@@ -101,7 +105,8 @@ class Scheduler:
         self.starve_s = starve_s
         self.speculate = speculate  # guesses behind a decode token, at most; 0 makes none
         self.draft_rows = DRAFT_ROWS
-        self.row_cost = RowCost()  # of steps that only decode; whoever runs them tells it
+        self.prompt_stretch = prompt_stretch  # 0: however long a step gets
+        self.row_cost = RowCost(row_share)  # whoever runs steps tells it
         self.sequences: dict[Generation, Sequence] = {}
 
     def add(self, add: Add, now: float) -> None:
@@ -145,7 +150,10 @@ class Scheduler:
         prompts = [s for s in ordered if s.left and not s.first_sampled and s.generation not in gone]
         if self.speculate and not prompts and 0 < len(decode) < self.draft_rows:
             decode = self._with_drafts(decode)
-        chunks = [*decode, *self._prompt_chunks(prompts, self.max_batched_tokens - len(decode))]
+        budget = self.max_batched_tokens - len(decode)
+        if decode and self.prompt_stretch:
+            budget = min(budget, self.row_cost.rows_within(self.prompt_stretch, len(decode)))
+        chunks = [*decode, *self._prompt_chunks(prompts, budget)]
         for chunk in chunks:
             assert chunk.sequence.computed >= chunk.sequence.cached, "a block that others may share would be written"
             if chunk.sequence.started is None:
@@ -208,7 +216,7 @@ class Scheduler:
         if count >= sequence.left:
             return sequence.left
         end = (sequence.computed + count) // self.block_size * self.block_size
-        return max(0, end - sequence.computed)
+        return end - sequence.computed if end > sequence.computed else count
 
     def record(self, step: Step, outcome: Outcome, now: float) -> list[Event]:
         """Enter a computed step into the sequences: the only place where one changes, so a step may be repeated."""

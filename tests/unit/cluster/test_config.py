@@ -25,6 +25,13 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
     return load(path, overrides)
 
 
+@pytest.mark.parametrize(
+    ("given", "stretch"), [({}, 1.5), ({"pools.prefill.replicas": 0}, 4.0), ({"engine.prompt_stretch": 1}, 1.0)]
+)
+def test_prompts_hold_up_streams_least_where_prefill_replicas_take_them(given, stretch):
+    assert resolved(load(None, given)).engine.prompt_stretch == stretch
+
+
 def test_the_example_is_a_configuration() -> None:
     config = load(EXAMPLE)
     assert config.pools.decode.replicas == 2

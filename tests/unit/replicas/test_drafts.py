@@ -124,6 +124,13 @@ def test_what_a_row_costs_is_learned_from_steps_that_follow_each_other():
     assert cost.share == pytest.approx(0.06)
 
 
+def test_rows_beside_others_make_a_step_no_longer_than_asked():
+    assert RowCost(0.1).rows_within(1.5, 1) == 5
+    assert RowCost(0.1).rows_within(1.5, 11) == 10  # a step of eleven rows takes twice as long as one of one
+    assert RowCost(0.1).rows_within(1.0, 8) == 1
+    assert RowCost(0.0).rows_within(1.5, 8) > 100_000
+
+
 def test_one_step_that_was_held_up_changes_little():
     cost = RowCost()
     for step in range(60):

@@ -95,6 +95,25 @@ def test_decode_tokens_come_before_prompt_chunks():
     assert counts(step) == {1: 1, 2: 16}  # 31 tokens are left, one whole block fits
 
 
+def test_beside_decode_tokens_a_prompt_makes_a_step_no_longer_than_it_may():
+    s = scheduler()
+    s.prompt_stretch, s.row_cost.share = 1.5, 0.1
+    s.add(add(1, 10, most=50, spare=1), 0.0)
+    play(s)
+    s.add(add(2, 40, most=50), 0.0)
+    assert [[(c.sequence.generation.counter, c.count) for c in play(s)[0].chunks] for _ in range(2)] == [
+        [(1, 1), (2, 5)],
+        [(1, 1), (2, 5)],
+    ]
+
+
+def test_where_nothing_is_decoded_a_prompt_has_the_whole_step():
+    s = scheduler()
+    s.prompt_stretch, s.row_cost.share = 1.5, 0.1
+    s.add(add(1, 100, most=50), 0.0)
+    assert [c.count for c in play(s)[0].chunks] == [64]
+
+
 def test_a_quarter_of_the_prompt_budget_goes_to_the_shortest_prompt():
     s = scheduler(budget=128)
     s.add(add(1, 1000), 0.0)
@@ -253,11 +272,13 @@ def test_queue_and_prefill_times_are_measured_from_add_and_first_chunk():
     st.integers(24, 200),
     st.integers(3, 12),
     st.sampled_from((0, 4, 63)),
+    st.sampled_from((0.0, 1.0, 1.5, 4.0)),
 )
-def test_every_sequence_ends_and_no_step_exceeds_its_budget(requests, budget, blocks, speculate):
+def test_every_sequence_ends_and_no_step_exceeds_its_budget(requests, budget, blocks, speculate, stretch):
     """With a reserve that suffices for the growth of one: 40 tokens take 3 blocks."""
     reserve = Reserve(blocks)
     s = scheduler(budget=budget)
+    s.prompt_stretch = stretch
     s.draw, s.speculate, said = reserve.draw, speculate, dict.fromkeys(range(1, len(requests) + 1), 0)
     drawn: dict[int, set[BlockId]] = {}
     for i, (tokens, most) in enumerate(requests, 1):

@@ -136,14 +136,14 @@ def test_a_step_that_fails_with_a_draft_is_repeated_without_it():
     assert tokens([event for _ in range(4) for event in it.step()]) == [3, 4, 5, 6]
 
 
-def test_the_cost_of_rows_is_learned_from_steps_that_only_decode():
+def test_the_cost_of_rows_is_learned_from_every_step():
     it, _ = toy()
     seen: list[int] = []
     it.scheduler.row_cost.add = lambda rows, seconds: seen.append(rows)  # type: ignore[method-assign]
     it.submit(add(1, CYCLE, most=12))
     for _ in range(3):
         it.step()
-    assert seen == [9, 2]
+    assert seen == [len(CYCLE), 9, 2]
 
 
 def test_a_preempted_sequence_has_computed_what_it_has_said():

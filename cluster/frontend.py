@@ -42,11 +42,10 @@ class Frontend:
     """The ingress' side of the request path."""
 
     def __init__(self, manager: Any, decode: Any, *, attempts: int, silence_s: float) -> None:
-        """A request ends with an error after so many `attempts` in a row that brought no token. `silence_s` as in
-        OpenRequests."""
+        """`decode` has streams by `remote`. A request ends with an error after so many `attempts` in a row that brought
+        no token. `silence_s` as in OpenRequests."""
         self._manager = manager
-        # What comes is ours alone: plain pickle writes it in a third of the time
-        self._decode = decode.options(stream=True, method_name="generate", response_serialization="pickle")
+        self._decode = decode
         self._attempts_most = attempts
         self.requests = OpenRequests(manager, silence_s)
 

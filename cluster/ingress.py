@@ -50,6 +50,7 @@ from .rpc import call
 from .schema import parse
 from .tokenize_schema import DetokenizeRequest, TokenizeRequest
 from .tokenizer import Tokenizer
+from .trunks import Trunks
 from .words import ChatWords, CompletionWords
 
 METRICS = "text/plain; version=0.0.4"  # Prometheus' format
@@ -101,7 +102,7 @@ class Ingress:
         self._manager = connect(*manager)
         self._seen = LastSeen(self._manager, config.kv.silence_s)
         self._frontend = Frontend(
-            self._manager, decode, attempts=config.ingress.attempts, silence_s=config.kv.silence_s
+            self._manager, Trunks(decode), attempts=config.ingress.attempts, silence_s=config.kv.silence_s
         )
         self._leaving = Leaving()
         on_sigterm(self._leaving.leave)

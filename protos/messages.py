@@ -337,3 +337,7 @@ class Delta:
         """One for every token of a stream: this way it is written and read in a third of the time."""
         told = (self.tokens, self.finish, self.resumable, self.timings, self.moved)
         return Delta, (*told, self.logprobs, self.prompt_logprobs, self.choice)
+
+
+# What a decode replica says to an ingress at once: each stream by its number, with None at its end
+Batch = tuple[tuple[int, Delta | None], ...]

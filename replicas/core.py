@@ -42,7 +42,9 @@ from .weights import load
 
 logger = logging.getLogger(__name__)
 
-GPU_ROW_SHARE = 0.005  # as `RowCost` has it, until it has seen some: an 8B model's weights take 200 times a token's products
+GPU_ROW_SHARE = (
+    0.005  # as `RowCost` has it, until it has seen some: an 8B model's weights take 200 times a token's products
+)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 # Of this machine alone, or at the address of its Ray node: only who starts the cluster knows whether it has others. Ray

@@ -82,9 +82,6 @@ class Decode:
         self.requests: list[Request] = []
         self.cancelled = 0
 
-    def options(self, **_: object) -> Decode:
-        return self
-
     def remote(self, placement: Placement, request: Request) -> Stream:
         self.requests.append(request)
         return Stream(self, self.streams.pop(0))

@@ -42,9 +42,7 @@ from .weights import load
 
 logger = logging.getLogger(__name__)
 
-GPU_ROW_SHARE = (
-    0.005  # as `RowCost` has it, until it has seen some: an 8B model's weights take 200 times a token's products
-)
+GPU_ROW_SHARE = 0.005  # as `RowCost` has it, until it has seen some: weights take as long as 200 tokens' products
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 # Of this machine alone, or at the address of its Ray node: only who starts the cluster knows whether it has others. Ray

@@ -261,9 +261,9 @@ class Streams:
 
     def _fill(self, choice: Choice, positions: int) -> None:
         """So many positions are complete: the blocks that they fill may be cached."""
-        keys = choice.keys.upto(positions, choice.filled)
-        self._core.tags.fill(choice.generation, keys, choice.filled)
-        choice.filled += len(keys)
+        if keys := choice.keys.upto(positions, choice.filled):
+            self._core.tags.fill(choice.generation, keys, choice.filled)
+            choice.filled += len(keys)
 
     def _stop_prompt(self, attempt: Attempt) -> None:
         if attempt.pull is not None:

@@ -38,7 +38,7 @@ async def test_what_streams_say_at_once_is_one_message():
         got = tasks.create_task(heard(trunks, "a", 2))
         for number in (1, 2):
             tasks.create_task(trunks.carry("a", number, stream(number)))
-    assert got.result()[0] == ((1, 1), (2, 2))
+    assert {number for number, _ in got.result()[0]} == {1, 2}
 
 
 @in_a_loop

@@ -28,9 +28,9 @@ class Size:
 
 
 def full() -> Size:
-    """Some 25 minutes, most of it the traces; more where vLLM takes minutes to start."""
+    """Some half an hour, most of it the traces; more where vLLM takes minutes to start."""
     scales = {"conversation": (8.0, 4.0, 2.0), "azure": (2.0, 1.0)}
-    return Size({"steady": 3, "mixed": 2, "goodput": 1}, (1, 8, 16, 32), 64, 15.0, 2, 20.0, scales)
+    return Size({"steady": 3, "mixed": 2, "goodput": 1}, (1, 8, 16, 32), 64, 24.0, 2, 20.0, scales)
 
 
 def quick() -> Size:

@@ -134,9 +134,11 @@ static inline void score(const Operand<T> *q, int64_t width, const Span<T> &s, c
     for (int64_t g = 0; g < groups; g++) copy_words(some[g], s.keys + g * s.size * w, s.count);
     pace = 64, keys = reinterpret_cast<const char *>(some);
   }
-  if constexpr (2 * R <= kRegisters) {
+  if constexpr (2 * R <= std::min(kRegisters, 16)) {  // together, as few sums would wait for each other
     multiply<T, R, 2, true>(sums[0], 2, nullptr, keys, 2 * pace, pace, q, 2 * w, width, w, groups / 2, ahead);
-    if (groups % 2) multiply<T, R, 1, false>(sums[0], 2, kAsTheyAre, keys + (groups - 1) * pace, 0, 0, q + (groups - 1) * w, 0, width, 0, 1, ahead);
+    int64_t last = groups - 1;
+    if (groups % 2)
+      multiply<T, R, 1, false>(sums[0], 2, kAsTheyAre, keys + last * pace, 0, 0, q + last * w, 0, width, 0, 1, ahead);
   } else {
     multiply<T, R, 1, true>(sums[0], 2, nullptr, keys, 2 * pace, 0, q, 2 * w, width, 0, (groups + 1) / 2, ahead);
     ahead += (groups + 1) / 2 * 64;

@@ -136,7 +136,7 @@ template <class T, int M, int J, bool Fetch, class A>
                                        const Operand<T> *operands, int64_t every, int64_t stride, int64_t shift,
                                        int64_t steps, const char *ahead) {
   A acc[J][M];  // in registers, if every loop over it is unrolled
-#pragma GCC unroll 16
+#pragma GCC unroll 32
   for (int i = 0; i < J * M; i++) {
     A &to = acc[i / M][i % M];
     if constexpr (std::is_same_v<A, Floats>) to = keep ? load((const float *)(sums + i % M * row + i / M)) * all(keep[i % M]) : all(0.f);
@@ -148,7 +148,7 @@ template <class T, int M, int J, bool Fetch, class A>
       if (Fetch) __builtin_prefetch(ahead, 0, 2);
       dots<T>(acc[j], load_words(words + j * next), operands + j * shift, stride);
     }
-#pragma GCC unroll 16
+#pragma GCC unroll 32
   for (int i = 0; i < J * M; i++) store_all(sums + i % M * row + i / M, acc[i / M][i % M]);
 }
 

@@ -1,7 +1,7 @@
 # Everything is set up from a fresh checkout by these targets; they need Python 3.11-3.13 with venv, make and g++.
 #   make demo   a real model on split pools, asked over HTTP and gRPC
 #   make test   all CPU tests        make unit   those without a cluster
-#   make check  format, lint, types, imports, unit tests
+#   make check  format, lint, types, imports, unit tests     make lint   without the tests
 #   make aot    the Triton kernels compiled for four GPU architectures, without a GPU, and what came of them
 #   make gpu-dry-run  the run for a GPU on a CPU, in Triton's interpreter: tries the code, measures nothing
 #   make chaos  200 faults on a real cluster under load, and of links and hosts where that is allowed: half an hour
@@ -18,7 +18,7 @@ FOLDERS := cluster replicas kv_manager kernels protos
 NATIVE := kernels/native_generic.so
 BUILD_NATIVE = $(BIN)/python setup.py -q build_ext --inplace
 
-.PHONY: demo test unit check aot gpu-dry-run chaos docs-check fuzz native format protos dev clean
+.PHONY: demo test unit lint check aot gpu-dry-run chaos docs-check fuzz native format protos dev clean
 .DELETE_ON_ERROR:
 
 # Without g++ a demo runs on torch and says so; what passes no test must not look tested
@@ -36,12 +36,13 @@ test: unit
 unit: dev $(NATIVE)
 	$(UNIT)
 
-check: dev $(NATIVE)
+check: lint unit
+
+lint: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=.dev $(BIN)/lint-imports
-	$(UNIT)
 
 aot: dev
 	$(BIN)/python -P benchmarks/aot.py

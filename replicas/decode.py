@@ -1,7 +1,7 @@
 """The decode deployment: a placement and a request in token ids in, tokens out.
 
-A thin shell: `streams.py` and the engine do the work. The ingress calls `generate` and
-`said` through streaming handles.
+A thin shell: `streams.py` and the engine do the work. The ingress calls `generate` and `said` through streaming
+handles.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Decode tokens first, one for each decoding sequence; what is left of `max_batched_tokens` goes to prompt chunks, but
 where tokens are decoded only as much as makes the step no longer than `prompt_stretch` times what it takes without:
 a prompt may be late by a few steps, but no stream may stand still. A quarter of the prompt budget goes to the prompt
-with the least left, the rest in order of arrival, so that one huge prompt stalls nobody. Chunks end on block edges, if
-they come to one, or with the prompt.
+with the least left, the rest in order of arrival, so that one huge prompt stalls nobody. Chunks end on block edges,
+except at the end of a prompt, and where a step has not room for a block.
 
     position:   0 .... cached .... computed ............ len(tokens)
                 K and V in blocks      | chunk | later chunks
@@ -209,14 +209,17 @@ class Scheduler:
         quarter = max(budget // 4, self.block_size)
         for sequence, limit in [(shortest, quarter), *((s, budget) for s in prompts)]:
             spare = min(limit, budget - sum(counts.values()))
-            counts[sequence] = self._on_block_edge(sequence, counts[sequence] + spare)
+            counts[sequence] = self._chunk(sequence, counts[sequence] + spare, budget)
         return [Chunk(s, n) for s, n in counts.items() if n]
 
-    def _on_block_edge(self, sequence: Sequence, count: int) -> int:
+    def _chunk(self, sequence: Sequence, count: int, budget: int) -> int:
+        """How many of the next `count` tokens: up to a block's edge, or all where no step's budget brings one."""
         if count >= sequence.left:
             return sequence.left
         end = (sequence.computed + count) // self.block_size * self.block_size
-        return end - sequence.computed if end > sequence.computed else count
+        if end <= sequence.computed and budget < self.block_size:
+            return count
+        return max(0, end - sequence.computed)
 
     def record(self, step: Step, outcome: Outcome, now: float) -> list[Event]:
         """Enter a computed step into the sequences: the only place where one changes, so a step may be repeated."""

@@ -107,6 +107,13 @@ def test_beside_decode_tokens_a_prompt_makes_a_step_no_longer_than_it_may():
     ]
 
 
+def test_what_is_left_of_a_steps_budget_is_no_part_of_a_block():
+    s = scheduler()
+    s.add(add(1, 58), 0.0)
+    s.add(add(2, 100), 0.0)
+    assert [(c.sequence.generation.counter, c.count) for c in play(s)[0].chunks] == [(1, 58)]
+
+
 def test_where_nothing_is_decoded_a_prompt_has_the_whole_step():
     s = scheduler()
     s.prompt_stretch, s.row_cost.share = 1.5, 0.1

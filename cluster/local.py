@@ -75,8 +75,8 @@ def environment(directory: Path, mark: str, doors: Collection[int]) -> dict[str,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",  # with the next: less CPU per token, and no lost gRPC cancels
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        # Each pass of its controller costs it and Ray's GCS 6 ms: at ten a second a sixteenth of a core, for nothing
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+        # Each pass of its controller costs it and Ray's GCS 6 ms, ten times a second. A start waits for some ten passes
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.2",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "86400",  # above the longest stream: a reload cuts what is older
         "RAY_SERVE_PORT_QUARANTINE_S": "10",  # of an ingress that is gone; by default above the last, and ports run out
         # A check's interval is also its timeout: an ingress that stands still gets no more requests after 2.5 s

@@ -145,7 +145,8 @@ class Comparison:
                 until = stack if engine.config is not None else self._stack
                 server = until.enter_context(serving(engine, self._where))
                 until.callback(_signal, server, signal.SIGCONT)
-                warm = self._runner.run(steady_point(self._book, Door(server.url, engine.model, engine.vllm), 4, 24, -1))
+                door = Door(server.url, engine.model, engine.vllm)
+                warm = self._runner.run(steady_point(self._book, door, 4, 24, -1))
                 if warm["failed"]:
                     raise Skipped(f"its first requests failed: {warm['errors']}")
             except Skipped as error:

@@ -110,9 +110,6 @@ def _slot(ngram: Iterable[Any]) -> Any:
     return (sum(t * f for t, f in zip(ngram, _FACTORS, strict=False)) >> _SHIFT) % SLOTS
 
 
-MANY = 1 << 20  # rows: more than any step has
-
-
 class RowCost:
     """What a row more adds to a step, as a share of a step of one row: the median of what was seen lately.
 
@@ -121,6 +118,7 @@ class RowCost:
 
     FIRST, FIRST_COUNT = 0.15, 16  # what is taken to have been seen before; that is a CPU's
     COUNT = 63
+    LEAST = 1e-6  # that a row costs when steps are planned: some of a GPU's cost nothing that can be measured
 
     def __init__(self, first: float = FIRST) -> None:
         self._seen = deque([first] * self.FIRST_COUNT, maxlen=self.COUNT)
@@ -130,7 +128,7 @@ class RowCost:
     def rows_within(self, stretch: float, rows: int) -> int:
         """How many more rows make a step of `rows` take `stretch` times as long; at least one."""
         longer = (stretch - 1) * (1 + self.share * (rows - 1))
-        return max(1, int(min(longer / self.share, MANY) if self.share else MANY))
+        return max(1, int(longer / max(self.share, self.LEAST)))
 
     def add(self, rows: int, seconds: float) -> None:
         """A step has taken so long that computed `rows` tokens, and nothing else."""

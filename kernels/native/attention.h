@@ -119,8 +119,6 @@ static void pack_tile(const Keys<T> &k, int64_t head, int64_t tile, int64_t low,
   }
 }
 
-static inline void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
-
 // R queries' scores of one span's keys: of even and of odd groups of dims, and both together.
 template <class T, int R>
 static inline void score(const Operand<T> *q, int64_t width, const Span<T> &s, const char *ahead, Floats scale,

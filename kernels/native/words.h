@@ -118,6 +118,7 @@ static inline void dots(A (&acc)[M], const Words &words, const Operand<T> *opera
   if constexpr (S + 1 < kSteps<T>) dots<T, S + 1>(acc, words, operands, stride);
 }
 
+static inline void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 static inline void store_all(Floats *to, const Floats &x) { store((float *)to, x); }
 static inline void store_all(Ints *to, const Ints &x) {
   EACH(memcpy((char *)to + i * kPart, &x.part[i], kPart))
@@ -145,7 +146,7 @@ template <class T, int M, int J, bool Fetch, class A>
   for (int64_t g = 0; g < steps; g++, words += pace, operands += every)
 #pragma GCC unroll 4
     for (int j = 0; j < J; j++, ahead += Fetch ? 64 : 0) {
-      if (Fetch) __builtin_prefetch(ahead, 0, 2);
+      if (Fetch) fetch(ahead);
       dots<T>(acc[j], load_words(words + j * next), operands + j * shift, stride);
     }
 #pragma GCC unroll 32

@@ -22,7 +22,7 @@ from cluster_kit import command_of, descendants, mark_of, open_stream, over_grpc
 from bifolio.cluster.local import free_ports
 from bifolio.cluster.reaper import MARK, marked
 from bifolio.cluster.serve import LOOK_S, TOGETHER_S
-from bifolio.cluster.spawn import SpawnedCluster
+from bifolio.cluster.spawn import SpawnedCluster, end
 
 pytestmark = pytest.mark.cluster
 
@@ -87,13 +87,7 @@ def serve(glassllm_dir: Path, tmp_path: Path) -> Serve:
         try:
             yield Serving(SpawnedCluster(http_port, grpc_port, process), output)
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(LEAVE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            end(process)
 
     return run
 
